@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.chunks import (
+    BLAKE3,
     BUILTIN,
     BUILTIN_NONE,
     SHA256_CBOR,
@@ -168,6 +171,28 @@ def test_a_prompt_remembers_each_scheme() -> None:
 
     assert chunks.keys(SCHEMES[0]) is chunks.keys(SCHEMES[0])
     assert chunks.keys(SCHEMES[0]) != chunks.keys(SCHEMES[1])
+
+
+@pytest.mark.parametrize("algorithm", [BUILTIN, SHA256_CBOR])
+@pytest.mark.parametrize("ids", [list, partial(array, "I"), tuple])
+def test_a_tail_is_the_chunk_that_ends_with_the_prompt(algorithm: str, ids: Callable[..., Any]) -> None:
+    scheme = ChunkScheme(algorithm, 4, 7)
+    tokens = list(range(100, 111))
+    full = chunk_keys(tokens[:8], scheme)
+
+    assert PromptChunks(ids(tokens[:7]), tokens[7]).tail(scheme) == (3, full[1])
+    # Less than a chunk: its hash is that of a scheme with as large chunks, after the chunks before.
+    (short,) = chunk_keys(tokens[8:11], ChunkScheme(algorithm, 3, full[-1]))
+    assert PromptChunks(ids(tokens[:10]), tokens[10]).tail(scheme) == (2, short)
+
+
+def test_a_prompt_has_no_tail_if_it_would_help_nothing() -> None:
+    """Servers have full chunks only; without the last token the hash is unknown; one token is computed."""
+    tokens = list(range(10))
+
+    assert PromptChunks(tokens, 10).tail(ChunkScheme(BLAKE3, 4)) is None
+    assert PromptChunks(tokens).tail(ChunkScheme(BUILTIN, 4)) is None
+    assert PromptChunks(tokens[:8], 8).tail(ChunkScheme(BUILTIN, 4)) is None
 
 
 def test_the_ids_given_are_left_as_they_are() -> None:

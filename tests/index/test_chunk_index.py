@@ -204,6 +204,52 @@ def test_chunk_names_are_computed_only_up_to_the_first_miss() -> None:
     assert len(chunks.keys(TWO).computed) == 4
 
 
+def tail_of(tokens: list[int], scheme: ChunkScheme) -> ChunkKey:
+    found = PromptChunks(tokens[:-1], tokens[-1]).tail(scheme)
+    assert found is not None
+    return found[1]
+
+
+def test_the_last_chunk_counts_for_an_equal_prompt_although_it_is_not_full() -> None:
+    prompt = PROMPT[:11]  # three chunks of three tokens, and two more
+    index, memory, pool = ChunkIndex(), ChunkHolder(Tier.L1), ChunkHolder(Tier.L2, shared=True)
+    for slot, holders in {0: [memory], 1: [pool], 2: [memory, pool]}.items():
+        for holder in holders:
+            index.attach(slot, holder, [B])
+    index.store(memory, space(B), chunk_keys(prompt, THREE))
+    index.store(pool, space(B), [*chunk_keys(prompt, THREE), tail_of(prompt, THREE)])
+
+    def found(tokens: list[int], starts: dict[int, int] | None = None) -> dict[int, tuple[int, int]]:
+        return index.match(PromptChunks(tokens[:-1], tokens[-1]), "", starts or {})
+
+    assert found(prompt) == {0: (9, 0), 1: (0, 10), 2: (9, 1)}
+    assert found(prompt, {0: 10, 1: 10, 2: 4}) == {2: (5, 1)}
+    assert found([*prompt, 7]) == {0: (9, 0), 1: (0, 9), 2: (9, 0)}
+    assert found([7, *prompt[1:]]) == {}
+    assert index.match(PromptChunks(prompt[:-1]), "", {}) == {0: (9, 0), 1: (0, 9), 2: (9, 0)}
+    index.remove(pool, space(B), chunk_keys(prompt, THREE)[1])
+    assert found(prompt) == {0: (9, 0), 1: (0, 3), 2: (9, 1)}
+
+
+def test_a_full_last_chunk_counts_without_the_prompts_last_token() -> None:
+    index, memory = attached(Tier.L1, 0)
+    index.store(memory, space(A), chunk_keys(PROMPT, TWO))
+
+    assert index.match(PromptChunks(PROMPT[:-1], PROMPT[-1]), "", {}) == {0: (19, 0)}
+    assert index.match(PromptChunks(PROMPT[:-1]), "", {}) == {0: (18, 0)}
+
+
+def test_a_slot_with_several_domains_finds_the_last_chunk_too() -> None:
+    index, memory, pool = ChunkIndex(), ChunkHolder(Tier.L1), ChunkHolder(Tier.L2, shared=True)
+    prompt = PROMPT[:11]
+    index.attach(0, memory, [A])
+    index.attach(0, pool, [B])
+    index.store(memory, space(A), chunk_keys(prompt[:6], TWO))
+    index.store(pool, space(B), [*chunk_keys(prompt, THREE), tail_of(prompt, THREE)])
+
+    assert index.match(PromptChunks(prompt[:-1], prompt[-1]), "", {}) == {0: (6, 4)}
+
+
 def test_a_full_index_counts_refused_chunks() -> None:
     index, memory = ChunkIndex(max_chunks=3), ChunkHolder(Tier.L1)
     index.attach(0, memory, [A])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # imported by a gateway with a map only: they load ZMQ and mo
     from kvroute.lmcache.l2_redis import L2Counts
     from kvroute.lmcache.membership import LMCacheServer
     from kvroute.lmcache.prefetch import PrefetchOutcome
+    from kvroute.lmcache.tierd import FollowedDaemon
 
 
 def count_tasks(metrics: Metrics) -> None:
@@ -238,6 +239,7 @@ def declared_families() -> Iterable[Metric]:
     yield from coordinator_metrics((), None)
     yield prefetch_metric({})
     yield from l2_metrics(None)
+    yield from tierd_metrics([])
     yield _tier_bandwidth(())
     yield from link_metrics(None)
     yield from channel_metrics(None)
@@ -463,6 +465,23 @@ def l2_metrics(counts: L2Counts | None) -> Iterable[Metric]:
         "Lookups in L2's Redis that got no answer, by cause.",
         ("cause",),
         [] if counts is None else [((why.value,), float(number)) for why, number in counts.failures.items()],
+    )
+
+
+def tierd_metrics(daemons: Iterable[FollowedDaemon]) -> Iterable[Metric]:
+    """Metrics of the followed `kvroute tierd` daemons."""
+    daemons = list(daemons)
+    yield gauge(
+        "kvroute_lmcache_tierd_parts",
+        "Parts of chunks that each followed tierd holds, as far as the gateway knows.",
+        ("daemon",),
+        [((each.url,), float(len(each.parts))) for each in daemons],
+    )
+    yield counter(
+        "kvroute_lmcache_tierd_failures",
+        "Calls to a followed tierd without a usable answer.",
+        ("daemon",),
+        [((each.url,), float(each.failures)) for each in daemons],
     )
 
 

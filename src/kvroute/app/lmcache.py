@@ -1,4 +1,4 @@
-"""Connects the gateway to LMCache: coordinator, controller, and lookups in the Redis of L2."""
+"""Connects the gateway to LMCache: coordinator, controller, tierd, and lookups in the Redis of L2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
-from kvroute.app.collectors import coordinator_metrics, l2_metrics, lmcache_metrics, prefetch_metric
+from kvroute.app.collectors import (
+    coordinator_metrics,
+    l2_metrics,
+    lmcache_metrics,
+    prefetch_metric,
+    tierd_metrics,
+)
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
@@ -26,6 +32,7 @@ from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.polling import RatePoller, StatusPoller
 from kvroute.lmcache.prefetch import Prefetcher
+from kvroute.lmcache.tierd import TierdFollower
 from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
 
 
@@ -76,6 +83,16 @@ class LMCache:
                 self.chunks, clock, options.controller, on_registered=announce or _ignore_registration
             )
             self._sockets = ControllerSockets(self._controller, clock, options.controller)
+        self._tierd: TierdFollower | None = None
+        if self._controller is not None and options.tierd.urls:
+            self._tierd = TierdFollower(
+                self.chunks,
+                self._controller.scheme,
+                self._controller.ranks_of,
+                client,
+                clock,
+                options.tierd,
+            )
         self._redis = RedisL2(options.l2, clock) if options.l2.redis_url else None
         self._targets: list[L2Target] = []
         self._targets_of = -1
@@ -100,6 +117,8 @@ class LMCache:
             self._background.start("LMCache status", lambda: self._watch.run(self._app.registered))
             if self._options.coordinator.rates_interval_s:
                 self._background.start("LMCache bandwidths", self._rates.run)
+        if self._tierd is not None:
+            self._background.start("tierd", self._tierd.run)
         if self._prefetcher is not None:
             self._background.start("LMCache prefetches", self._prefetcher.run)
 
@@ -123,11 +142,15 @@ class LMCache:
             host = urlsplit(worker.spec.url).hostname or ""
             for rank, slot in slots.items():
                 self._controller.add_slot(slot, str(worker.id), rank=rank, addresses=_addresses(host))
+        if self._tierd is not None:
+            self._tierd.slots_changed(slots.values(), served_worker(worker, ()).models)
 
     def slot_removed(self, slot: int) -> None:
         self._worker_of.pop(slot, None)
         if self._controller is not None:
             self._controller.remove_slot(slot)
+        if self._tierd is not None:
+            self._tierd.slot_removed(slot)
 
     def worker_left(self, worker: Worker) -> None:
         if self._coordinator is not None:
@@ -208,6 +231,8 @@ class LMCache:
             ]
         if self._controller is not None:
             notes += self._controller.problems()
+        if self._tierd is not None:
+            notes += self._tierd.notes()
         if self._redis is not None:
             notes += self._redis.notes()
         return notes
@@ -245,6 +270,8 @@ class LMCache:
                 rate_failures=self._rates.failures,
                 malformed=self._app.malformed,
             )
+        if self._tierd is not None:
+            yield from tierd_metrics(self._tierd.daemons.values())
         if self._prefetcher is not None:
             yield prefetch_metric(self._prefetcher.counts)
         if self._redis is not None:

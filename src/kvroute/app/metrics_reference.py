@@ -118,6 +118,8 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "lmcache_prefetches": "Are prefetches worth their requests?",
             "l2_lookups": "How often is the shared store asked?",
             "l2_failures": "Does the shared store answer?",
+            "lmcache_tierd_parts": "How much does each tierd hold?",
+            "lmcache_tierd_failures": "Do the followed tierd daemons answer?",
             "tier_bandwidth_bytes_per_second": "How fast do slower tiers load?",
         },
         "Tokens": {

@@ -104,6 +104,13 @@ class ChunkKeys(Sequence[ChunkKey]):
                 computed.append(last)
         self._last = last
 
+    def tail(self, last_id: int) -> ChunkKey:
+        """The key of the chunk that ends with `last_id`, the prompt's last token. It need not be full."""
+        self.compute(len(self))
+        ids = (*self._ids[len(self) * self._tokens :], last_id)
+        last = self._hash_next(self._last, ids)
+        return _key_of(last) if isinstance(last, bytes) else last
+
     def __len__(self) -> int:
         return len(self._ids) // self._tokens
 
@@ -142,15 +149,16 @@ class ChunkKeys(Sequence[ChunkKey]):
 class PromptChunks:
     """The chunk keys of one prompt, in any scheme. Mutable: caches the keys of each scheme.
 
-    `token_ids` are the prompt's ids without the last one, which no cache serves. Ids are unsigned 32-bit;
-    others raise OverflowError when their chunk is hashed. Keeps a reference to the ids, so use it for one
-    decision only.
+    `token_ids` are the prompt's ids without the last one, which no cache serves; `last_id` is the last one,
+    if it is known. Ids are unsigned 32-bit; others raise OverflowError when their chunk is hashed. Keeps a
+    reference to the ids, so use it for one decision only.
     """
 
-    __slots__ = ("_made", "token_ids")
+    __slots__ = ("_made", "last_id", "token_ids")
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], last_id: int | None = None) -> None:
         self.token_ids = token_ids
+        self.last_id = last_id
         self._made: dict[ChunkScheme, ChunkKeys] = {}
 
     def keys(self, scheme: ChunkScheme) -> ChunkKeys:
@@ -162,6 +170,19 @@ class PromptChunks:
                 ids = ids.flat()
             made = self._made[scheme] = ChunkKeys(ids, scheme)
         return made
+
+    def tail(self, scheme: ChunkScheme) -> tuple[int, ChunkKey] | None:
+        """The chunk with the prompt's last token: its tokens without the last one, and its key; or None.
+
+        LMCache in the engine stores a prompt's last chunk although it is not full (`save_unfull_chunk`), and
+        finds it for an equal prompt only: the key covers the whole prompt. A full last chunk is found in the
+        same way. LMCache's servers (`blake3`) have full chunks only, so there is no tail.
+        """
+        if self.last_id is None or scheme.algorithm == BLAKE3:
+            return None
+        keys = self.keys(scheme)
+        usable = len(self.token_ids) - len(keys) * scheme.chunk_tokens
+        return (usable, keys.tail(self.last_id)) if usable else None
 
 
 def chunk_keys(token_ids: Sequence[int], scheme: ChunkScheme) -> list[ChunkKey]:

@@ -323,14 +323,12 @@ class Preparer:
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
-            usable = _usable(ids)
+            usable, last_id = _usable(ids), ids[-1] if ids else None
             keys = self._keys.in_one_step(usable, adapter_space(adapter, salt).seed)
             if keys is None:
                 return None
             prompts.append(
-                ExactPrompt(
-                    len(ids), keys, PromptChunks(usable), salt, adapter, last_id=ids[-1] if ids else None
-                )
+                ExactPrompt(len(ids), keys, PromptChunks(usable, last_id), salt, adapter, last_id=last_id)
             )
         return self._exact(model, prompts)
 
@@ -360,12 +358,10 @@ class Preparer:
         adapter = model if base else None
         prompts = []
         for ids in found.prompts:
-            usable = _usable(ids)
+            usable, last_id = _usable(ids), ids[-1] if ids else None
             keys = await self._in_steps(self._keys.steps(usable, adapter_space(adapter, salt).seed))
             prompts.append(
-                ExactPrompt(
-                    len(ids), keys, PromptChunks(usable), salt, adapter, last_id=ids[-1] if ids else None
-                )
+                ExactPrompt(len(ids), keys, PromptChunks(usable, last_id), salt, adapter, last_id=last_id)
             )
         if self._probe is not None:
             answers = await self._probe(prompts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -41,7 +42,8 @@ class LookupSegment(NamedTuple):
 class ChunkLine:
     """The holders of one prompt's chunks in one space. Mutable: caches the segments that were looked up.
 
-    A segment goes from the first requested chunk to the first chunk that no holder has.
+    A segment goes from the first requested chunk to the first chunk that no holder has. `tail` is the chunk
+    with the prompt's last token, which need not be full (`PromptChunks.tail`).
     """
 
     __slots__ = (
@@ -53,6 +55,8 @@ class ChunkLine:
         "_segments",
         "_shards",
         "_starts",
+        "_tail",
+        "_tail_of",
         "tokens",
         "total",
     )
@@ -65,8 +69,11 @@ class ChunkLine:
         shards: Sequence[dict[int, int]],
         live: int,
         probed: Sequence[tuple[int, Collection[ChunkKey]]],
+        tail: Callable[[], tuple[int, ChunkKey] | None],
     ) -> None:
         self._keys = keys
+        self._tail_of = tail
+        self._tail: tuple[int, int] | None = None
         self._seed = seed
         self._shards = shards
         self._live = live
@@ -89,6 +96,15 @@ class ChunkLine:
                 if index & 1 and run[index] > best:
                     best = run[index]
         return best
+
+    def tail(self) -> tuple[int, int]:
+        """The tail's tokens without the prompt's last one, and the mask of its holders. Hashed once."""
+        if self._tail is None:
+            tokens, key = self._tail_of() or (0, 0)
+            entry = key ^ self._seed
+            mask = self._shards[entry & SHARD_MASK].get(entry, 0) & self._live if tokens else 0
+            self._tail = tokens, mask
+        return self._tail
 
     def follow(self, start: int, l1: tuple[int, ...], l2: tuple[int, ...]) -> tuple[int, int] | None:
         """Tokens in L1 and in L2 that follow the token `start` without a gap; None if there are none."""
@@ -128,6 +144,13 @@ class ChunkLine:
                     stop = ahead
                 in_l2 += (stop - position) * tokens - offset
             position, offset = stop, 0
+        if position >= total:
+            tail, mask = self.tail()
+            if mask and tail > offset:
+                if any(bit & mask for bit in l1):
+                    in_l1 += tail - offset
+                elif any(bit & mask for bit in l2):
+                    in_l2 += tail - offset
         return (in_l1, in_l2) if in_l1 or in_l2 else None
 
     def _segment(self, position: int) -> LookupSegment:
@@ -207,6 +230,14 @@ def follow_several(
                     break
             if moved:
                 break
+    for tier, steps in enumerate((l1, l2)):
+        for domain, bits in steps:
+            line = line_of(domain)
+            tail, mask = line.tail() if end >= line.total * line.tokens else (0, 0)
+            behind = line.total * line.tokens + tail - end
+            if behind > 0 and any(bit & mask for bit in bits):
+                found[tier] += behind
+                end += behind
     return found[0], found[1]
 
 
@@ -414,10 +445,11 @@ class ChunkIndex:
         nothing.
 
         The start is the number of tokens found in GPU memory. L1 goes before L2 at each chunk. Of a chunk
-        that contains the start, the tokens after the start count, because a chunk is read whole. Slots
-        without tokens are left out. `probed` overrides the index for a holder and this prompt: a set of the
-        keys of the prompt's chunks that the holder has, in the space of the probe. The cost depends on the
-        chunks found, not on the prompt's length: bench/micro_chunks.py.
+        that contains the start, the tokens after the start count, because a chunk is read whole. A last chunk
+        that is not full counts if the prompt's last token is known. Slots without tokens are left out.
+        `probed` overrides the index for a holder and this prompt: a set of the keys of the prompt's chunks
+        that the holder has, in the space of the probe. The cost depends on the chunks found, not on the
+        prompt's length: bench/micro_chunks.py.
         """
         overrides = (
             [(holder.bit or self._open(holder), keys) for holder, keys in probed.items()] if probed else []
@@ -436,7 +468,13 @@ class ChunkIndex:
                 scheme, model = domain
                 seed = _seed(ChunkSpace(scheme, model, salt))
                 line = lines[domain] = ChunkLine(
-                    chunks.keys(scheme), scheme.chunk_tokens, seed, self._shards, self._live, overrides
+                    chunks.keys(scheme),
+                    scheme.chunk_tokens,
+                    seed,
+                    self._shards,
+                    self._live,
+                    overrides,
+                    partial(chunks.tail, scheme),
                 )
             return line
 

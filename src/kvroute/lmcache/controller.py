@@ -229,6 +229,11 @@ class Controller:
             return MapTrust.NONE
         return MapTrust.WHOLE if all(known.instance.is_complete for known in instances) else MapTrust.PARTIAL
 
+    def ranks_of(self, slot: int) -> int:
+        """The ranks of the instance that the slot reads from; 0 if none reports, or several do."""
+        instances = self._roster.instances_of(slot)
+        return len(instances[0].instance.ranks) if len(instances) == 1 else 0
+
     def on_prompt_served(self, slot: int, token_ids: Sequence[int]) -> None:
         """Compare the chunk hashes that a worker reports with those of a prompt that it has served.
 

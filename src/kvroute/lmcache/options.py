@@ -255,6 +255,44 @@ class L2Options(Options):
         return self
 
 
+class TierdSourceOptions(Options):
+    """The `kvroute tierd` daemons that workers with LMCache's in-process connector use as their second tier.
+
+    LMCache does not report to the controller what it stores there, so kvroute asks the daemons.
+    """
+
+    urls: list[str] = option(
+        default_factory=list,
+        description="Addresses such as `http://tierd:9200`. At each address of the host's name a daemon is "
+        "expected. Empty: entries in daemons are not predicted.",
+    )
+    bucket: str = option("lmcache", "Bucket of the workers' entries (`sagemaker_hyperpod_bucket`).")
+    refresh_s: float = option(
+        5.0,
+        "Time between two resolutions of the hosts' names.",
+        unit="s",
+        gt=0,
+        higher="fewer DNS queries",
+        lower="new daemons are found sooner",
+    )
+    key: SecretStr | None = option(None, "The daemons' key (`--peer-key-file`), if they have one.")
+    key_file: Path | None = option(None, "File with that key.")
+
+    @field_validator("urls")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
+                known = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and not any(rest)
+            except ValueError:
+                known = False
+            if not known:
+                raise ValueError("must be http://HOST:PORT")
+        return value
+
+
 class PrefetchOptions(Options):
     """Prefetches: a worker's LMCache server (0.5.6 or later) loads a queued request's chunks from L2 into L1.
 
@@ -303,6 +341,7 @@ class LMCacheOptions(Options):
     coordinator: CoordinatorOptions = option(default_factory=CoordinatorOptions)
     controller: ControllerOptions = option(default_factory=ControllerOptions)
     l2: L2Options = option(default_factory=L2Options)
+    tierd: TierdSourceOptions = option(default_factory=TierdSourceOptions)
     prefetch: PrefetchOptions = option(default_factory=PrefetchOptions)
     isolate_adapters: Annotated[bool, Switch] = option(
         True,
@@ -344,6 +383,11 @@ class LMCacheOptions(Options):
             raise ValueError(
                 "prefetch.enabled: only the coordinator knows which server belongs to which worker: set "
                 "coordinator.enabled too"
+            )
+        if self.tierd.urls and not self.controller.enabled:
+            raise ValueError(
+                "tierd.urls: kvroute knows by the controller which workers have LMCache inside and how they "
+                "name chunks: set controller.enabled too"
             )
         return self
 

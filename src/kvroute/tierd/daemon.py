@@ -26,6 +26,7 @@ from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
 from kvroute.metrics import Gauges, counter, gauge
+from kvroute.tierd.changes import ChangeList
 from kvroute.tierd.counts import Counts
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.peers import Peers
@@ -162,7 +163,8 @@ class RunningTierd:
 async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[RunningTierd]:
     """Run a daemon until the block ends. Raises ConfigError when it cannot start."""
     incarnation = secrets.token_hex(6)
-    pool = MemoryPool(options.size_bytes, incarnation)
+    changes = ChangeList()
+    pool = MemoryPool(options.size_bytes, incarnation, on_change=changes.note)
     async with AsyncExitStack() as stack:
         segment, guard = await open_segment(
             options.shared_memory_name,
@@ -178,7 +180,7 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
         if options.peers.urls or options.peers.dns is not None:
             peers = Peers(options.peers, incarnation, counts, clock)
             stack.push_async_callback(peers.close)
-        store = Store(options, pool, segment.memory, guard, counts, clock, peers=peers)
+        store = Store(options, pool, segment.memory, guard, counts, clock, changes=changes, peers=peers)
         stack.push_async_callback(store.close)
         if store.disk is not None:
             await store.disk.open()

@@ -15,7 +15,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -79,6 +79,10 @@ class DiskLevel:
 
     def __contains__(self, name: ObjectName) -> bool:
         return _file_name(name) in self._files
+
+    def names(self) -> Iterator[ObjectName]:
+        """The objects on the disk. Files of an earlier process are left out until they are read."""
+        return (file.name for _, file in self._files.items() if file.name is not None)
 
     async def open(self) -> None:
         """List the files of the directory. Raises ConfigError when the directory cannot be used."""

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import httptools
 
+from kvroute.tierd.changes import LONGEST_WAIT_S, Position
 from kvroute.tierd.pool import EntryLease, ObjectName
 from kvroute.tierd.store import Refusal
 
@@ -38,6 +39,14 @@ class Get(NamedTuple):
     name: ObjectName
 
 
+class GetChanges(NamedTuple):
+    """Send the names that came or went in a bucket after a position. Wait up to `wait_s` for the first."""
+
+    bucket: bytes
+    after: Position
+    wait_s: float
+
+
 class Acquire(NamedTuple):
     """Lease an object for `ttl_s` seconds. Wait up to `wait_s` seconds until the object is there."""
 
@@ -58,7 +67,7 @@ class StatusPage(NamedTuple):
     name: str
 
 
-Call = Put | Get | Acquire | Release | StatusPage
+Call = Put | Get | GetChanges | Acquire | Release | StatusPage
 
 
 def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
@@ -91,6 +100,16 @@ def parse_call(method: bytes, target: bytes, longest_lease_s: float) -> Call:
             # LMCache 0.3.9, which HyperPod's images with vLLM 0.11.1 have, ends leases with this call.
             _require(method, b"DELETE")
             return Release(_lease_id(lease_id))
+        case [b"", b"v1", b"changes", bucket]:
+            _require(method, b"GET")
+            values = _query(query)
+            number = _number(values, "after", 0.0)
+            wait_ms = _number(values, "timeout_ms", 0.0)
+            for param, value in (("after", number), ("timeout_ms", wait_ms)):
+                if value < 0:
+                    raise BadRequest(400, param, f"{param} must not be negative")
+            after = Position(values.get("incarnation", ""), int(number))
+            return GetChanges(_name(bucket, "bucket"), after, min(wait_ms / 1000, LONGEST_WAIT_S))
         case [b"", (b"health" | b"metrics") as page]:
             _require(method, b"GET", b"HEAD")
             return StatusPage(page.decode())

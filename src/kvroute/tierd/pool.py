@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
@@ -151,10 +152,18 @@ class MemoryPool:
     """The entries and leases of `size_bytes` of memory. Mutable, used from one event loop only.
 
     `now` is the caller's clock; a lease that ended before `now` holds nothing. `incarnation` makes this
-    pool's lease ids different from those of an earlier process.
+    pool's lease ids different from those of an earlier process. `on_change` is called with the name of each
+    entry that comes or goes.
     """
 
-    def __init__(self, size_bytes: int, incarnation: str, *, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        incarnation: str,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        on_change: Callable[[ObjectName], None] = lambda _: None,
+    ) -> None:
         self.space = FreeSpace(size_bytes, page_bytes=page_bytes)
         self.leases: dict[str, EntryLease] = {}
         self.entries: dict[ObjectName, Entry] = {}
@@ -168,6 +177,7 @@ class MemoryPool:
         self.lossless_evictable_bytes = 0
         """The part of `evictable_bytes` for which `disk_is_done`."""
         self._incarnation = incarnation
+        self._on_change = on_change
         self._expiries: list[tuple[float, str]] = []
         self._disk_done: OrderedDict[ObjectName, Entry] = OrderedDict()
         self._disk_pending: OrderedDict[ObjectName, Entry] = OrderedDict()
@@ -209,6 +219,7 @@ class MemoryPool:
         entry.disk_is_done = disk_is_done
         self.entries[name] = entry
         self._make_evictable(entry)
+        self._on_change(name)
         return entry
 
     def lease(self, name: ObjectName, ttl_s: float, now: float) -> EntryLease | None:
@@ -297,6 +308,7 @@ class MemoryPool:
     def _evict(self, entry: Entry) -> None:
         self._make_unevictable(entry)
         del self.entries[entry.name]
+        self._on_change(entry.name)
         self.space.free(entry.extents)
         self.evicted_entries += 1
         self.evicted_bytes += entry.size_bytes

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from kvroute.clock import Clock
 from kvroute.tierd import http as answers
+from kvroute.tierd.changes import changes_body
 from kvroute.tierd.http import (
     END_OF_HEAD,
     Acquire,
     BadRequest,
     Call,
     Get,
+    GetChanges,
     Head,
     Put,
     Release,
@@ -76,6 +78,7 @@ class Connections:
         `health` or `metrics`."""
         self.store = store
         self.clock = clock
+        self.incarnation = incarnation
         self.peer_header = f"{INCARNATION_HEADER}: {incarnation}\r\n"
         """A header line for a peer: the incarnation of the daemon that answers."""
         self.longest_lease_s = longest_lease_s
@@ -377,12 +380,14 @@ class Connection(asyncio.BufferedProtocol):
         elif isinstance(call, StatusPage):
             status, content_type, body = self._connections.status_page(call.name)
             self._write(answers.response(status, content_type, body, is_head=head.method == b"HEAD"))
-        elif isinstance(call, Get):
+        else:
             wanted = self._connections.authorization
             if wanted is not None and not hmac.compare_digest(wanted, head.authorization):
                 self._refuse(BadRequest(401, "Authorization", "peers need the key of this daemon"))
-            else:
+            elif isinstance(call, Get):
                 self._start_task(self._send(call, is_head=head.method == b"HEAD"))
+            elif isinstance(call, GetChanges):
+                self._start_task(self._send_changes(call))
 
     async def _lease_after_wait(self, call: Acquire) -> None:
         self._answer_lease(await self._store.wait_for_lease(call.name, call.ttl_s, call.wait_s), "waited")
@@ -390,6 +395,13 @@ class Connection(asyncio.BufferedProtocol):
     def _answer_lease(self, lease: EntryLease | None, outcome: str) -> None:
         self._store.counts.leases["miss" if lease is None else outcome] += 1
         self._write(answers.MISSED if lease is None else answers.lease_answer(lease, self._connections.start))
+
+    async def _send_changes(self, call: GetChanges) -> None:
+        store, incarnation = self._store, self._connections.incarnation
+        if call.after.incarnation == incarnation:
+            await store.changes.wait(call.after.number, call.wait_s)
+        body = changes_body(store.changes, incarnation, call.bucket, call.after, store.names, store.holds)
+        self._transport.write(answers.response(200, "application/json", body))
 
     async def _send(self, call: Get, *, is_head: bool) -> None:
         """Send a peer an object from memory or the disk. A HEAD does not read the disk."""

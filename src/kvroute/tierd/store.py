@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvroute.clock import Clock
+from kvroute.tierd.changes import ChangeList
 from kvroute.tierd.counts import Counts
 from kvroute.tierd.disk import DiskLevel
 from kvroute.tierd.options import TierdOptions
@@ -66,9 +67,12 @@ class Store:
         counts: Counts,
         clock: Clock,
         *,
+        changes: ChangeList,
         peers: Peers | None = None,
     ) -> None:
+        """`changes` is the list that `pool` writes to; the store adds the evictions of the disk."""
         self.pool = pool
+        self.changes = changes
         self.counts = counts
         self.peers = peers
         self.disk: DiskLevel | None = None
@@ -318,6 +322,18 @@ class Store:
             answer = await self.wait_to_reserve(name, size_bytes)
         return answer
 
+    # --- for gateways -----------------------------------------------------------------------------------
+
+    def holds(self, name: ObjectName) -> bool:
+        """Whether memory or the disk has the object."""
+        return name in self.pool.entries or (self.disk is not None and name in self.disk)
+
+    def names(self) -> Iterator[ObjectName]:
+        """The objects in memory and on the disk, some of them twice."""
+        yield from self.pool.entries
+        if self.disk is not None:
+            yield from self.disk.names()
+
     # --- for peers --------------------------------------------------------------------------------------
 
     def size_of(self, name: ObjectName) -> int | None:
@@ -379,6 +395,7 @@ class Store:
         entry = self.pool.entries.get(name)
         if entry is not None:
             self.pool.set_disk_is_done(entry, False)
+        self.changes.note(name)
 
     def expire_leases(self) -> None:
         """End the leases that have expired. Called once a second, because requests may be rare."""

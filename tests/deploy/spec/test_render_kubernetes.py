@@ -487,6 +487,16 @@ def test_each_part_is_reached_by_those_alone_that_need_it(own, plan):
     assert sources("redis", 6379) == {"worker", "lmcache", "redis", "gateway"}
 
 
+def test_the_gateway_reaches_tierd_if_it_follows_what_tierd_holds(own, plan):
+    def sources(changes):
+        found = objects_of(plan(own({BACKEND: "tieredstorage", **KVAWARE, **changes})))
+        (rule,) = found["NetworkPolicy", "demo-tierd"]["spec"]["ingress"]
+        return {next(reversed(peer["podSelector"]["matchLabels"].values())) for peer in rule["from"]}
+
+    assert "gateway" in sources({"x-kvroute.lmcache.mode": "classic"})
+    assert "gateway" not in sources({})
+
+
 def test_pods_are_taken_away_one_at_a_time(own, plan):
     found = objects_of(plan(own()))
 

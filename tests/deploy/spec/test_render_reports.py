@@ -25,6 +25,7 @@ from kvroute.events.sources import configured_sources
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 KVAWARE = {"spec.intelligentRoutingSpec.routingStrategy": "kvaware"}
+TIERED = "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend"
 CLASSIC = {"x-kvroute.lmcache": {"mode": "classic", "chunkSize": 64, "hashSeed": 11}}
 PER_WORKER = {"x-kvroute.lmcache": {"servers": "per-worker", "chunkSize": 64}}
 PER_NODE = {"x-kvroute.lmcache": {"servers": "per-node", "chunkSize": 64}}
@@ -183,6 +184,22 @@ def test_engines_with_lmcache_inside_report_to_the_controller_with_its_seed_and_
         assert int(environment["LMCACHE_LMCACHE_WORKER_HEARTBEAT_TIME"]) < controller.worker_timeout_s
     assert int(controller.heartbeat.rpartition(":")[2]) in made.ports
     assert controller.advertise == ("" if made.host == "127.0.0.1" else made.host)
+
+
+def test_with_lmcache_inside_the_gateway_follows_what_tierd_holds(sides, own, plan):
+    made = sides({**CLASSIC, TIERED: "tieredstorage"})
+    (url,) = made.config.lmcache.tierd.urls
+    remote = {each["LMCACHE_REMOTE_URL"] for each in made.workers.values()}
+
+    others = [{TIERED: "tieredstorage"}, CLASSIC]
+    if "-peers" in url:  # Kubernetes: workers use their node's daemon, the gateway follows all of them
+        assert (url, remote) == ("http://demo-tierd-peers:9200", {"sagemaker-hyperpod://demo-tierd:9200"})
+        # HyperPod's own daemon has no list of its entries.
+        others.append({**CLASSIC, TIERED: "tieredstorage", "x-kvroute.platform": "hyperpod"})
+    else:
+        assert remote == {url.replace("http://", "sagemaker-hyperpod://")}
+    for changes in others:
+        assert sides(changes).config.lmcache.tierd.urls == []
 
 
 @pytest.mark.parametrize("backend", ["redis", "valkey"])

@@ -37,6 +37,8 @@ class ServiceSpec:
     metrics_path: str | None = None
     peers_flag: str = ""
     """The option for NAME:PORT of all instances, if each instance queries the others; else empty."""
+    lists_changes: bool = False
+    """Whether the gateway can follow which entries each instance holds (`kvroute tierd`)."""
     reconnects: bool = True
     """Whether LMCache connects again after a restart of the service."""
     local_arguments: tuple[str, ...] = ()

@@ -85,5 +85,6 @@ class TieredStorage:
             shares_memory=True,
             metrics_path="/metrics",
             peers_flag="--peers-dns",
+            lists_changes=True,
             ready_url=f"http://{location.host}:{port}/health",
         )

@@ -21,7 +21,7 @@ from kvroute.deploy.render.manifest import (
     service_port,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite, peers_name
 from kvroute.deploy.spec.cluster import shares_host_memory
 
 OVERHEAD_GB = 4.0
@@ -163,7 +163,7 @@ def tier_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifes
                 "v1",
                 "Service",
                 plan,
-                _peers_name(plan, service),
+                peers_name(plan, service),
                 service.name,
                 spec={
                     # Headless: the name resolves to the address of every node's instance.
@@ -174,14 +174,10 @@ def tier_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifes
             )
 
 
-def _peers_name(plan: EndpointPlan, service: ServiceSpec) -> str:
-    return f"{plan.name}-{service.name}-peers"
-
-
 def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
     command = list(service.command)
     if service.peers_flag:
-        command += [service.peers_flag, f"{_peers_name(plan, service)}:{service.port}"]
+        command += [service.peers_flag, f"{peers_name(plan, service)}:{service.port}"]
     memory = f"{round(service.memory_gb * 1024 * 1.25 + 256)}Mi"
     per_node = service.scope is Scope.PER_NODE
     container = {

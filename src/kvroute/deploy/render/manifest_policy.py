@@ -16,7 +16,7 @@ from kvroute.deploy.render.manifest import (
 from kvroute.deploy.render.manifest_cache import has_sidecar
 from kvroute.deploy.render.monitoring import ALL, alert_rules, dashboard_json
 from kvroute.deploy.render.plan import EndpointPlan
-from kvroute.deploy.render.reach import event_ports, queries_l2, report_ports
+from kvroute.deploy.render.reach import event_ports, followed_tiers, queries_l2, report_ports
 from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
     LMCACHE_HTTP_PORT,
@@ -75,7 +75,7 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
     for service in site.tier.services if site.tier else ():
         # Storage daemons fetch entries from each other.
         peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
-        if queries_l2(plan, site):
+        if queries_l2(plan, site) or (service.lists_changes and followed_tiers(plan, site)):
             peers.append(gateway)
         if is_scraped and service.metrics_path is not None:
             peers += scrapers

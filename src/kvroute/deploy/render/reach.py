@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from kvroute.deploy.render.lmcache import PASSWORD
 from kvroute.deploy.render.plan import Cache, EndpointPlan
-from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite
+from kvroute.deploy.render.site import EVENTS_PORT, REPLAY_PORT, DeploymentSite, peers_name
 from kvroute.deploy.spec.cluster import cluster_notes
 from kvroute.deploy.spec.endpoint import Document, WorkerDocument, resolved
 from kvroute.deploy.spec.loading import Finding
@@ -257,6 +258,8 @@ def cache_reports(
     if cache is not None:
         if cache.classic:
             reports["lmcache"] = {"controller": _controller(plan, site)}
+            if urls := followed_tiers(plan, site):
+                reports["lmcache"]["tierd"] = {"urls": urls}
         elif plan.versions.pair.lmcache.reports_chunks:
             reports["lmcache"] = _servers(plan, cache, site)
         if password_file is not None and queries_l2(plan, site):
@@ -288,6 +291,22 @@ def queries_l2(plan: EndpointPlan, site: DeploymentSite) -> bool:
     # With these settings the gateway cannot derive the keys' names.
     options: Mapping[str, object] = plan.extension.l2.options or {}
     return not options.get("key_prefix") and not options.get("cluster_mode")
+
+
+def followed_tiers(plan: EndpointPlan, site: DeploymentSite) -> list[str]:
+    """Where the gateway follows what the second tier holds, because LMCache in the engine does not report
+    it."""
+    cache, tier = plan.cache, site.tier
+    if not plan.follows_caches or cache is None or not cache.classic or tier is None:
+        return []
+    if cache.config_file is not None:  # the user's own settings, which may name another store
+        return []
+    hosts = {
+        service.name: peers_name(plan, service) if site.is_cluster else urlsplit(tier.remote_url).hostname
+        for service in tier.services
+        if service.lists_changes
+    }
+    return [f"http://{hosts[each.name]}:{each.port}" for each in tier.services if each.name in hosts]
 
 
 def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvroute.deploy.l2.backend import L2Location, L2Tier
+from kvroute.deploy.l2.backend import L2Location, L2Tier, ServiceSpec
 from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 9555
@@ -81,6 +81,11 @@ class DeploymentSite:
     def workers_of_server(self, number: int) -> tuple[WorkerSite, ...]:
         """The workers that use LMCache server `number`."""
         return (self.workers[number],) if len(self.servers) > 1 else self.workers
+
+
+def peers_name(plan: EndpointPlan, service: ServiceSpec) -> str:
+    """The name of the headless Service of a tier: it resolves to the address of every instance."""
+    return f"{plan.name}-{service.name}-peers"
 
 
 def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Tier | None:
