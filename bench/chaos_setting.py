@@ -99,11 +99,15 @@ class Killed:
 
 
 def has_sockets(pid: int) -> bool:
-    """Whether a process still runs: one that has ended, collected or not, has closed its sockets."""
+    """Whether a thread of a process still runs: the last one that ends closes the sockets."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        states = [
+            file.read_text().rpartition(")")[2].split()[0]
+            for file in Path(f"/proc/{pid}/task").glob("*/stat")
+        ]
+    except (FileNotFoundError, ProcessLookupError):  # a thread, or all of them, ended meanwhile
+        return Path(f"/proc/{pid}/task").exists()
+    return any(state not in ("Z", "X") for state in states)
 
 
 @dataclass(slots=True)
