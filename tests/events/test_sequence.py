@@ -80,6 +80,14 @@ def test_a_gap_inside_a_replay_restarts_the_sequence() -> None:
     assert sequence.on_replayed(2, 2) is SequenceVerdict.RESTART
 
 
+def test_an_engines_first_batch_begins_a_whole_history() -> None:
+    sequence = following(4, 5)
+    sequence.begin()
+
+    assert sequence.on_live(0, 0) is SequenceVerdict.APPLY
+    assert sequence.whole
+
+
 def test_after_a_loss_history_starts_with_the_next_batch() -> None:
     sequence = following(0, 1)
     sequence.lost(9)

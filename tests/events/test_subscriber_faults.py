@@ -457,6 +457,7 @@ async def test_without_a_replay_socket_a_gap_costs_the_map(
 ) -> None:
     engine = engine_of(capacity_tokens=1000)
     async with followed(engine, replays=False) as follower:
+        engine.serve(tokens_of(60, 16), hold_back=True)
         number = 0
         while follower.subscriber.last_message is None:
             engine.serve(tokens_of(number, 100))
@@ -474,6 +475,27 @@ async def test_without_a_replay_socket_a_gap_costs_the_map(
         engine.cache.clear()
         engine.serve(tokens_of(52, 100))
         await until(lambda: follower.is_right)
+
+
+async def test_without_a_replay_socket_an_engines_first_batch_begins_a_whole_map(
+    engine_of: Make, tokens_of: Tokens
+) -> None:
+    engine = engine_of(capacity_tokens=1000)
+    async with followed(engine, replays=False) as follower:
+        engine.serve(tokens_of(60, 16), hold_back=True)
+        number = 0
+        while follower.subscriber.last_message is None:
+            engine.serve(tokens_of(number, 100))
+            number += 1
+            await asyncio.sleep(0.01)
+        assert follower.subscriber.reason is TrustReason.GAP
+        assert (follower.subscriber.counts.losses, follower.subscriber.counts.restarts) == (1, 0)
+
+        engine.restart()
+        engine.serve(tokens_of(61, 100))
+
+        await until(lambda: follower.is_right)
+        assert (follower.subscriber.counts.losses, follower.subscriber.counts.restarts) == (1, 1)
 
 
 async def test_a_replay_socket_that_does_not_answer_costs_the_map_and_no_more(

@@ -396,6 +396,14 @@ class Intake:
 
     def give_up_gap(self, next_seq: int) -> None:
         """Messages before `next_seq` cannot be replayed: drop the map, and continue with `next_seq`."""
+        if not next_seq:  # an engine's first batch: none before it is missing
+            if self.sequence.expected:
+                self.counts.restarts += 1
+                log.warning("KV events of %s: the engine restarted: its map is dropped", self._name)
+            self.drop_map()
+            self.sequence.begin()
+            self.failures = 0
+            return
         self.counts.losses += 1
         log.warning(
             "KV events of %s: the batches before number %d are not known and cannot be replayed: all "

@@ -128,6 +128,11 @@ class Sequence:
         self.is_sure = True
         return SequenceVerdict.APPLY
 
+    def begin(self) -> None:
+        """The next message is the engine's first one, so none is missing. The caller has dropped the map."""
+        self.reset()
+        self.is_sure = self.whole = True
+
     def lost(self, next_seq: int) -> None:
         """The missing messages cannot be replayed, and the caller has dropped the map. The history begins
         with `next_seq`."""
