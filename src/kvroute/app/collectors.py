@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvroute.app.scaling import deletion_cost_metrics
 from kvroute.blocks.keys import Tier
 from kvroute.fleet.discovery.base import Discoverer
 from kvroute.fleet.fleet import Fleet
@@ -243,6 +244,7 @@ def declared_families() -> Iterable[Metric]:
     yield _tier_bandwidth(())
     yield from link_metrics(None)
     yield from channel_metrics(None)
+    yield from deletion_cost_metrics({}, {})
 
 
 def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metric]:

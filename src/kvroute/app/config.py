@@ -29,6 +29,7 @@ from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.scaling import ScalingOptions
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
@@ -39,6 +40,7 @@ from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.replicas.options import SharingOptions
 from kvroute.routing.registry import RoutingOptions
+from kvroute.routing.strategy import Needs
 from kvroute.tls import Signature, client_context, server_context, signatures
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
@@ -57,6 +59,7 @@ class Config(Options):
     kv_events: KvEventsOptions = option(default_factory=KvEventsOptions)
     lmcache: LMCacheOptions = option(default_factory=LMCacheOptions)
     admission: AdmissionOptions = option(default_factory=AdmissionOptions)
+    scaling: ScalingOptions = option(default_factory=ScalingOptions)
     upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)
@@ -90,6 +93,20 @@ class Config(Options):
             raise ValueError(
                 "lmcache.prefetch.enabled: set server.processes to 1, because only one of several processes "
                 "is connected to LMCache's servers"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_deletion_costs_without_pods_or_prompts(self) -> Config:
+        if not self.scaling.deletion_cost.enabled:
+            return self
+        path = "scaling.deletion_cost.enabled"
+        if not self.fleet.kubernetes.enabled:
+            raise ValueError(f"{path}: needs fleet.kubernetes.enabled, because a worker must be a pod")
+        if not (self.routing.may_need(Needs.PROMPT) or self.routing.may_need(Needs.TOKENS)):
+            raise ValueError(
+                f"{path}: needs routing.strategy prefixaware or kvaware; {self.routing.strategy} reads no "
+                "prompts, so the caches' values are unknown"
             )
         return self
 

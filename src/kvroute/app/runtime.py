@@ -25,6 +25,7 @@ from kvroute.app.collectors import (
 from kvroute.app.config import Config, masked
 from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
+from kvroute.app.scaling import Scaling, cache_value_of
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock, SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
@@ -110,10 +111,9 @@ class Runtime:
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
         self.metrics = Metrics()
+        is_first = replica is None or replica.number == 0
         self.reload = ConfigReload(
-            in_force or InForce.at_start(config, "code", clock),
-            self.metrics,
-            counts=replica is None or replica.number == 0,
+            in_force or InForce.at_start(config, "code", clock), self.metrics, counts=is_first
         )
         self.descriptors = DescriptorLimit(clock, self.metrics)
         self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
@@ -140,6 +140,7 @@ class Runtime:
             config.routing,
             caches=self.cache_tracker.caches if self.cache_tracker else None,
             observer=self._permits or own,
+            cache_value=cache_value_of(config.scaling.deletion_cost),
         )
         self._estimator = TokenEstimator()
         self.audit = Audit(config.routing.options_of(KvAwareOptions).audit)
@@ -189,6 +190,7 @@ class Runtime:
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
+        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock, writes_costs=is_first)
         if self.cache_tracker is not None:
             caches = self.cache_tracker.caches
             self.metrics.registry.register(
@@ -216,6 +218,7 @@ class Runtime:
         self._tasks = [
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
+            *self._scaling.tasks(),
         ]
         server = self._config.server
         if server.memory_watermark:
@@ -268,15 +271,8 @@ class Runtime:
         from kvroute.app.cache_tracker import CacheTracker
 
         config, clock, replica = self._config, self._clock, self._replica
-        shared = (
-            config,
-            self.fleet,
-            self.metrics,
-            clock,
-            self._isolation,
-            self._slot_removed,
-            self._token_timeout_s,
-        )
+        limits = self._isolation, self._slot_removed, self._token_timeout_s
+        shared = (config, self.fleet, self.metrics, clock, *limits)
         mesh = None if replica is None else replica.mesh
         if replica is None or mesh is None:
             return CacheTracker(*shared, self._rate_measured)

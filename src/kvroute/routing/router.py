@@ -20,6 +20,7 @@ from kvroute.fleet.worker import (
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
@@ -196,7 +197,9 @@ class Router:
         history: RouteHistory | None = None,
         caches: CacheMap | None = None,
         observer: Observer | None = None,
+        cache_value: CacheValue | None = None,
     ) -> None:
+        """With `cache_value`, every prompt with a cached part is credited to the workers that hold it."""
         options = options or RoutingOptions()
         index = options.options_of(PrefixAwareOptions).index
         if history is None:
@@ -204,6 +207,7 @@ class Router:
         self._options = options
         self._index = index
         self._observer = observer
+        self.cache_value = cache_value
         self._history = history
         self._sizes = HistoryCapacity(history)
         self._learned = Learned() if options.learning else None
@@ -354,6 +358,8 @@ class Router:
             # Skip `observe` where it would change nothing: it is a call per request.
             if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
                 self._sizes.observe(worker, query)
+            if self.cache_value is not None:
+                self.cache_value.dispatched(index, prompts, self._history, now, self.costs(query.model))
             dispatch.lease = self._history.acquire(index, first.keys)
         if held is not None or len(prompts) > 1:
             slot, exact = None if held is None else held.slot, query.exact
@@ -444,7 +450,7 @@ class Router:
 
     def worker_left(self, worker: Worker) -> None:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
-        self._history.forget(worker.index)
+        self._forget_cache(worker)
         self._sizes.forget(worker)
         self.pairs.links.forget(worker.index)
         if self._learned is not None:
@@ -469,7 +475,12 @@ class Router:
 
     def worker_restarted(self, worker: Worker) -> None:
         """Drop the history of a worker whose cache is empty after a restart."""
+        self._forget_cache(worker)
+
+    def _forget_cache(self, worker: Worker) -> None:
         self._history.forget(worker.index)
+        if self.cache_value is not None:
+            self.cache_value.forget(worker.index)
 
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""

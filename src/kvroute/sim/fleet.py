@@ -98,6 +98,15 @@ class SimFleet:
             else:
                 self._finish_iteration(entry)
 
+    def replace(self, worker: int, engine: SimEngine) -> None:
+        """Let an engine with its own cache take the place of a worker, whose requests never end."""
+        engines = list(self.engines)
+        engines[worker] = engine
+        self.engines = engines
+        self._busy[worker] = False
+        self._queue = [entry for entry in self._queue if entry[2] != worker and entry[2] != ~worker]
+        heapq.heapify(self._queue)
+
     def computed_tokens(self) -> list[int]:
         """Prompt tokens that each engine computed, cache hits excluded."""
         return [engine.counters.computed_tokens for engine in self.engines]

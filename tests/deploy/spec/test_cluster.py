@@ -352,3 +352,67 @@ def test_a_second_tier_that_is_not_larger_than_the_first_is_noted(changes, has_n
     text = notes(own(changes), "compose").get("x-kvroute.l2.sizeGb", "")
 
     assert ("make it larger" in text) == has_note
+
+
+SCALING = "x-kvroute.scaling"
+DEPLOYMENT = {"x-kvroute.kubernetes.workload": "Deployment", f"{SCALING}.deletionCost": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "text"),
+    [
+        ({f"{SCALING}.by": "workersNeeded"}, f"{SCALING}.by", "needs spec.autoScalingSpec"),
+        (
+            {
+                f"{SCALING}.by": "workersNeeded",
+                "spec.autoScalingSpec": {
+                    "prometheusTrigger": {"serverAddress": "http://p", "query": "up", "targetValue": 1}
+                },
+            },
+            f"{SCALING}.by",
+            "prometheusAddress",
+        ),
+        (
+            {
+                f"{SCALING}": {"by": "workersNeeded", "prometheusAddress": "http://p"},
+                "spec.autoScalingSpec": {"minReplicaCount": 0},
+            },
+            "spec.autoScalingSpec.minReplicaCount",
+            "nothing would start the first worker",
+        ),
+        ({f"{SCALING}.prometheusAddress": "http://p"}, f"{SCALING}.prometheusAddress", "by: workersNeeded"),
+        ({f"{SCALING}.prometheusAddress": "p:9090"}, f"{SCALING}.prometheusAddress", ""),
+        ({f"{SCALING}.deletionCost": True}, f"{SCALING}.deletionCost", "workload: Deployment"),
+        (
+            DEPLOYMENT | {"spec.intelligentRoutingSpec.routingStrategy": "session"},
+            f"{SCALING}.deletionCost",
+            "prefixaware or kvaware",
+        ),
+        (
+            DEPLOYMENT | {"spec.intelligentRoutingSpec.enabled": False},
+            f"{SCALING}.deletionCost",
+            "prefixaware or kvaware",
+        ),
+        (DEPLOYMENT | {"x-kvroute.gateway.replicas": 2}, f"{SCALING}.deletionCost", "needs one gateway"),
+        (
+            DEPLOYMENT | {"spec.intelligentRoutingSpec.autoScalingSpec": {}},
+            f"{SCALING}.deletionCost",
+            "needs one gateway",
+        ),
+    ],
+)
+def test_a_wrong_combination_of_scaling_is_refused_with_its_path(change, place, text, own, read):
+    reading = read(own(change))
+
+    assert reading.document is None
+    assert text in {dotted(each.path): each.text for each in reading.wrong}[place]
+
+
+def test_needed_workers_without_a_scraped_gateway_are_noted(own, read):
+    changes = {f"{SCALING}.by": "workersNeeded", "spec.autoScalingSpec": {}, "spec.metrics.enabled": False}
+
+    reading = read(own(changes))
+
+    (finding,) = [each for each in reading.findings if dotted(each.path) == f"{SCALING}.by"]
+    assert finding.verdict is FieldVerdict.NOTED
+    assert "let Prometheus read" in finding.text

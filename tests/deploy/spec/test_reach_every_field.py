@@ -174,6 +174,7 @@ x-kvroute:
         workload: Deployment
         maxSurge: 1
         metricsFrom: [{{ipBlock: {{cidr: 10.0.0.0/8}}}}]
+    scaling: {{by: workersNeeded, prometheusAddress: "http://prometheus:9090"}}
 """
 
 # Where the next best value is not one: what else to write; nothing where the rest would have to change too.
@@ -209,6 +210,7 @@ OTHERS: dict[str, list[Any]] = {
     "x-kvroute.kubernetes.servicePodTemplate": [{"spec": {"priorityClassName": "b"}}],
     "x-kvroute.kubernetes.metricsFrom": [[{"podSelector": {}}]],
     "x-kvroute.kubernetes.workload": [],
+    "x-kvroute.scaling.by": [],
 }
 # Applied, but not with this document: other fields of it decide.
 COVERED_UP: dict[str, set[str]] = {
@@ -344,6 +346,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cluster": {
         "x-kvroute.kubernetes.modelCache": {"claim": "c"},
         "x-kvroute.kubernetes.gpuNodeLabels": ["gpu"],
+    },
+    "needed workers": {
+        "x-kvroute.scaling.by": "workersNeeded",
+        "spec.autoScalingSpec": {"maxReplicaCount": 4},
     },
     "node folder": {"x-kvroute.kubernetes.modelCache": {"hostPath": "/models"}},
     "folder": {"spec.model": "/data/model", "spec.modelName": "name", "spec.maxDeployTimeInSeconds": 60},

@@ -6,9 +6,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from tests.support.manifests import check
+from tests.support.manifests import RELEASES, check
 
-from kvroute.app.config import load
+from kvroute.app.config import Config, load
+from kvroute.app.metrics_reference import families
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.kubernetes import (
     SECRET_FILE,
@@ -516,6 +517,75 @@ def test_triggers_are_kedas_and_without_one_cpu_use_decides(own, plan):
     autoscaler = without["HorizontalPodAutoscaler", "demo-worker"]["spec"]
     assert autoscaler["scaleTargetRef"]["kind"] == "StatefulSet"
     assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (1, 3)
+
+
+NEEDED = {"x-kvroute.scaling.by": "workersNeeded", "spec.autoScalingSpec": {"maxReplicaCount": 7}}
+
+
+def test_an_hpa_can_follow_the_needed_workers(own, plan):
+    found = objects_of(plan(own(NEEDED)))
+
+    spec = found["HorizontalPodAutoscaler", "demo-worker"]["spec"]
+    (metric,) = spec["metrics"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (1, 7)
+    assert metric["external"]["metric"]["name"] in {family.name for family in families()}
+    # The Service whose ServiceMonitor makes Prometheus add this label.
+    assert ("Service", metric["external"]["metric"]["selector"]["matchLabels"]["service"]) in found
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+
+
+def test_keda_can_follow_the_needed_workers_beside_other_triggers(own, plan):
+    address = {"x-kvroute.scaling.prometheusAddress": "http://prometheus:9090"}
+    found = objects_of(plan(own(NEEDED | address)))
+    both = objects_of(plan(own(NEEDED | address | {"spec.autoScalingSpec": {"prometheusTrigger": TRIGGER}})))
+
+    assert ("HorizontalPodAutoscaler", "demo-worker") not in found
+    (trigger,) = found["ScaledObject", "demo-worker"]["spec"]["triggers"]
+    assert trigger["metadata"] == {
+        "serverAddress": "http://prometheus:9090",
+        "query": 'sum(kvroute_workers_needed{namespace="default",service="demo-gateway"})',
+        "threshold": "1",
+        "ignoreNullValues": "false",
+    }
+    assert [
+        each["metadata"]["threshold"] for each in both["ScaledObject", "demo-worker"]["spec"]["triggers"]
+    ] == [
+        "4.5",
+        "1",
+    ]
+
+
+def test_the_gateways_own_autoscaler_does_not_follow_the_needed_workers(own, plan):
+    found = objects_of(plan(own(NEEDED | {"spec.intelligentRoutingSpec.autoScalingSpec": {}})))
+
+    (metric,) = found["HorizontalPodAutoscaler", "demo-gateway"]["spec"]["metrics"]
+    assert metric["resource"]["name"] == "cpu"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("more", [{}, {"x-kvroute.scaling.prometheusAddress": "http://prometheus:9090"}])
+def test_scaling_objects_are_valid_in_each_release(release, more, own, plan):
+    deletion = {"x-kvroute.scaling.deletionCost": True, "x-kvroute.kubernetes.workload": "Deployment"}
+
+    for each in objects_of(plan(own(NEEDED | more | deletion))).values():
+        check(each, release)
+
+
+def test_deletion_costs_come_with_the_permission_to_patch_pods(own, plan):
+    def rules(**change: Any) -> list[dict[str, Any]]:
+        found = objects_of(plan(own({"x-kvroute.kubernetes.workload": "Deployment", **change})))
+        rendered: list[dict[str, Any]] = found["Role", "demo-gateway"]["rules"]
+        return [rule for rule in rendered if "patch" in rule["verbs"]]
+
+    assert rules() == []
+    assert rules(**{"x-kvroute.scaling.deletionCost": True}) == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
+    ]
+    found = objects_of(
+        plan(own({"x-kvroute.kubernetes.workload": "Deployment", "x-kvroute.scaling.deletionCost": True}))
+    )
+    written = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    assert Config.model_validate(written).scaling.deletion_cost.enabled
 
 
 def test_cloudwatch_triggers_need_and_get_a_region(hyperpod, plan):

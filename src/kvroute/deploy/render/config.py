@@ -61,6 +61,8 @@ def gateway_config(
         config["admin"] = {**config.get("admin", {}), "allowed_hosts": list(names)}
     if plan.is_hyperpod_document:
         config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
+    if secrets and plan.extension.scaling.deletion_cost:
+        config["scaling"] = {"deletion_cost": {"enabled": True}}
     by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
     config = merged(config, cache_reports(plan, site, password_file=by_file))
     config = merged(config, {"routing": routing.options or {}})

@@ -61,6 +61,12 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
                 "resources": ["endpointslices"],
                 "verbs": ["get", "list", "watch"],
             },
+            *(
+                # For the annotation pod-deletion-cost.
+                [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
+                if plan.extension.scaling.deletion_cost
+                else []
+            ),
         ],
     )
     yield manifest(

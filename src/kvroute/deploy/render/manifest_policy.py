@@ -103,7 +103,10 @@ def _allow(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
 
 
 def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
-    """Autoscalers of workers and gateway: KEDA's if the spec has triggers, else an HPA on CPU use."""
+    """Autoscalers of workers and gateway: KEDA's if there are triggers, else an HPA.
+
+    The workers' can follow `kvroute_workers_needed`: as one of KEDA's triggers, or as an external metric.
+    """
     routing = plan.spec.intelligent_routing_spec
     for component, kind, target, scaling in (
         (WORKER, plan.extension.kubernetes.workload, f"{plan.name}-worker", plan.spec.auto_scaling_spec),
@@ -114,11 +117,15 @@ def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
         name, reference = f"{plan.name}-{component}", {"apiVersion": "apps/v1", "kind": kind, "name": target}
         triggers = [_prometheus(each) for each in scaling.prometheus()]
         triggers += [_cloud_watch(each, plan.region or "") for each in scaling.cloud_watch()]
+        own = plan.extension.scaling if component == WORKER else None
+        by_need = own is not None and own.by == "workersNeeded"
+        if own is not None and own.prometheus_address is not None:
+            triggers.append(_needed_trigger(plan, own.prometheus_address))
         if triggers:
             spec = _scaled_object(scaling, reference, triggers)
             yield manifest("keda.sh/v1alpha1", "ScaledObject", plan, name, component, spec=spec)
         else:
-            spec = _autoscaler(scaling, reference)
+            spec = _autoscaler(scaling, reference, _needed_metric(plan) if by_need else _CPU_METRIC)
             yield manifest("autoscaling/v2", "HorizontalPodAutoscaler", plan, name, component, spec=spec)
 
 
@@ -129,13 +136,49 @@ def _behavior(scaling: AutoScaling) -> dict[str, Any]:
     }
 
 
-def _autoscaler(scaling: AutoScaling, reference: dict[str, str]) -> dict[str, Any]:
-    target = {"type": "Utilization", "averageUtilization": CPU_USE_PERCENT}
+NEEDED = "kvroute_workers_needed"
+_CPU_METRIC = {
+    "type": "Resource",
+    "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": CPU_USE_PERCENT}},
+}
+
+
+def _needed_metric(plan: EndpointPlan) -> dict[str, Any]:
+    """The external metric, as prometheus-adapter names it (docs/kubernetes.md)."""
+    # By Service, not by model: a model's name may have characters that no label of Kubernetes can have.
+    labels = {"service": f"{plan.name}-gateway"}
+    return {
+        "type": "External",
+        "external": {
+            "metric": {"name": NEEDED, "selector": {"matchLabels": labels}},
+            "target": {"type": "AverageValue", "averageValue": "1"},
+        },
+    }
+
+
+def _needed_trigger(plan: EndpointPlan, prometheus_address: str) -> dict[str, Any]:
+    labels = f'namespace="{plan.namespace}",service="{plan.name}-gateway"'
+    metadata = {
+        "serverAddress": prometheus_address,
+        "query": f"sum({NEEDED}{{{labels}}})",
+        "threshold": "1",
+        # By default KEDA reads no data as 0, and would remove workers whenever the gateway is not scraped.
+        "ignoreNullValues": "false",
+    }
+    return {
+        "type": "prometheus",
+        "name": "workers-needed",
+        "metricType": "AverageValue",
+        "metadata": metadata,
+    }
+
+
+def _autoscaler(scaling: AutoScaling, reference: dict[str, str], metric: dict[str, Any]) -> dict[str, Any]:
     return {
         "scaleTargetRef": reference,
         "minReplicas": scaling.min_replica_count,
         "maxReplicas": scaling.max_replica_count,
-        "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+        "metrics": [metric],
         "behavior": _behavior(scaling),
     }
 

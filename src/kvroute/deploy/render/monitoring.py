@@ -273,6 +273,11 @@ WORKERS: Final = Dashboard(
             "The estimated wait of a new request.",
         ),
         Panel(
+            "Workers needed",
+            "none",
+            (Query("sum by (model) (kvroute_workers_needed)", "{{model}}"),),
+        ),
+        Panel(
             "Active tokens",
             "tokens",
             (Query("kvroute_worker_active_tokens", "{{worker}}"),),

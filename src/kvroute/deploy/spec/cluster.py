@@ -16,11 +16,14 @@ from kvroute.deploy.spec.extension import ClusterSettings, Extension
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
 from kvroute.deploy.spec.versions import is_classic
 from kvroute.deploy.tiny_model import TINY_MODELS
+from kvroute.routing.registry import needs_of
+from kvroute.routing.strategy import Needs
 
 ClusterFinding = tuple[Path, FieldVerdict, str]
 Object = Mapping[str, Any]
 
 CLUSTER: Final[Path] = ("x-kvroute", "kubernetes")
+SCALING: Final[Path] = ("x-kvroute", "scaling")
 PATCH: Final = "$patch"
 """The key of a directive of Kubernetes' strategic merge: `delete`, `replace` or `merge`."""
 
@@ -103,6 +106,67 @@ def cluster_rules(document: WorkerDocument) -> Iterator[ClusterFinding]:
     has_label = needs_gpu_label(document.spec, document.x_kvroute, classic=is_classic(document))
     if "gpu_node_labels" in settings.model_fields_set and not has_label:
         yield _unused("the spec chooses the nodes itself, or no cache server runs per node", "gpuNodeLabels")
+
+
+def scaling_rules(document: WorkerDocument) -> Iterator[ClusterFinding]:
+    """Yield the wrong combinations of `x-kvroute.scaling` with other fields."""
+    settings, extension, spec = document.x_kvroute.scaling, document.x_kvroute, document.spec
+    limits, routing = spec.auto_scaling_spec, spec.intelligent_routing_spec
+    if settings.by == "workersNeeded":
+        yield from _needed_workers_rules(document)
+    elif settings.prometheus_address is not None:
+        yield (*SCALING, "prometheusAddress"), FieldVerdict.WRONG, "needs by: workersNeeded"
+    if not settings.deletion_cost:
+        return
+    here = (*SCALING, "deletionCost")
+    if extension.kubernetes.workload != "Deployment":
+        text = (
+            "needs x-kvroute.kubernetes.workload: Deployment, because a StatefulSet always removes the pod "
+            "with the highest number"
+        )
+        yield here, FieldVerdict.WRONG, text
+    strategy = routing.routing_strategy if routing is not None and routing.enabled else None
+    if needs_of(strategy) not in (Needs.PROMPT, Needs.TOKENS):
+        text = (
+            "needs spec.intelligentRoutingSpec with routingStrategy prefixaware or kvaware: other strategies "
+            "do not know what the caches are worth"
+        )
+        yield here, FieldVerdict.WRONG, text
+    if extension.gateway.replicas > 1 or (routing is not None and routing.auto_scaling_spec is not None):
+        text = "needs one gateway: several would each write costs that follow from their own requests only"
+        yield here, FieldVerdict.WRONG, text
+    if limits is None and spec.replicas == 1:
+        yield here, FieldVerdict.NOTED, "applied, but there is one worker and no autoScalingSpec"
+
+
+def _needed_workers_rules(document: WorkerDocument) -> Iterator[ClusterFinding]:
+    settings, limits, metrics = (
+        document.x_kvroute.scaling,
+        document.spec.auto_scaling_spec,
+        document.spec.metrics,
+    )
+    here = (*SCALING, "by")
+    if limits is None:
+        yield here, FieldVerdict.WRONG, "workersNeeded needs spec.autoScalingSpec, which has the limits"
+        return
+    triggers = [*limits.prometheus(), *limits.cloud_watch()]
+    if triggers and settings.prometheus_address is None:
+        text = (
+            "workersNeeded with triggers needs x-kvroute.scaling.prometheusAddress: KEDA, which the triggers "
+            "need, makes an HPA of its own, and two HPAs of the same workers disturb each other"
+        )
+        yield here, FieldVerdict.WRONG, text
+    if limits.min_replica_count == 0 and not triggers:
+        text = (
+            "must be at least 1 with x-kvroute.scaling.by: workersNeeded: without a worker the gateway "
+            "refuses requests, and nothing would start the first worker"
+        )
+        yield ("spec", "autoScalingSpec", "minReplicaCount"), FieldVerdict.WRONG, text
+    if metrics is not None and not metrics.enabled:
+        text = (
+            "applied, but spec.metrics.enabled is false: let Prometheus read the gateway's /metrics yourself"
+        )
+        yield here, FieldVerdict.NOTED, text
 
 
 def template_problems(template: Object, containers: Sequence[str]) -> Iterator[tuple[Path, str]]:

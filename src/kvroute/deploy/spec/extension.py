@@ -178,6 +178,24 @@ class ClusterSettings(Fields):
     )
 
 
+class Scaling(Fields):
+    """How the workers' autoscaler decides, and which workers it removes. The limits are autoScalingSpec's."""
+
+    by: Literal["cpu", "workersNeeded"] = applied(
+        "cpu",
+        becomes="the metric of the workers' HPA: their CPU use, or kvroute_workers_needed of the gateway "
+        "(Kubernetes)",
+    )
+    prometheus_address: str | None = applied(
+        becomes="the Prometheus server from which KEDA reads kvroute_workers_needed, instead of an HPA "
+        "(Kubernetes)",
+        pattern=r"^https?://.",
+    )
+    deletion_cost: bool = applied(
+        False, becomes="scaling.deletion_cost of the gateway, and its permission to patch pods (Kubernetes)"
+    )
+
+
 class Extension(Fields):
     """kvroute's own settings."""
 
@@ -203,6 +221,7 @@ class Extension(Fields):
     routing: Routing = section(Routing())
     gateway: Gateway = section(Gateway())
     kubernetes: ClusterSettings = section(ClusterSettings())
+    scaling: Scaling = section(Scaling())
 
 
 L2.model_rebuild()

@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel, to_snake
 
 from kvroute.deploy.l2.backend import Backend, has_password, masked
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
-from kvroute.deploy.spec.cluster import cluster_rules
+from kvroute.deploy.spec.cluster import cluster_rules, scaling_rules
 from kvroute.deploy.spec.endpoint import (
     Document,
     InferenceEndpointConfig,
@@ -81,6 +81,7 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
     yield from version_rules(endpoint)
     yield from _scaling(endpoint)
     yield from cluster_rules(endpoint)
+    yield from scaling_rules(endpoint)
     if document.x_kvroute.gateway.replicas > 1:
         yield _noted(
             ("x-kvroute", "gateway", "replicas"),
@@ -486,12 +487,13 @@ def _scaler(document: WorkerDocument, path: Path, scaling: AutoScaling) -> Itera
     if scaling.max_replica_count < scaling.min_replica_count:
         yield _wrong((*path, "maxReplicaCount"), "is less than minReplicaCount")
     triggers = [*scaling.prometheus(), *scaling.cloud_watch()]
-    if not triggers:
+    is_workers = scaling is document.spec.auto_scaling_spec
+    if not triggers and not (is_workers and document.x_kvroute.scaling.prometheus_address):
         if scaling.min_replica_count == 0:
             yield _wrong((*path, "minReplicaCount"), "0 needs a trigger: an HPA cannot scale to 0")
         for name in ("polling_interval", "cooldown_period", "initial_cooldown_period"):
             if name in scaling.model_fields_set:
-                yield _noted((*path, to_camel(name)), "without a trigger an HPA scales by CPU use")
+                yield _noted((*path, to_camel(name)), "without a trigger an HPA scales")
     for kind in ("cloudWatchTrigger", "prometheusTrigger"):
         single = getattr(scaling, to_snake(kind))
         several = getattr(scaling, f"{to_snake(kind)}_list")

@@ -1,4 +1,4 @@
-"""A client that lists and watches one collection of a Kubernetes API server."""
+"""A client that lists, watches and annotates the objects of one collection of a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 
@@ -23,6 +24,7 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _PAGE: Final = 500
 _GONE: Final = 410
+_ABSENT: Final = 404
 _COLLECTIONS: Final = {
     "pods": "/api/v1/namespaces/{}/pods",
     "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
@@ -87,7 +89,7 @@ class WatchEvent:
 
 
 class KubernetesApi:
-    """Lists and watches the objects of one collection that match a label selector.
+    """Lists and watches the objects of one collection that match a label selector, and annotates objects.
 
     Every method raises DiscoveryError; WatchExpired means that the caller must list again. Mutable: a changed
     CA file replaces the HTTP client. The caller calls `aclose` at the end.
@@ -147,6 +149,22 @@ class KubernetesApi:
                     yield events
         except (httpx.HTTPError, OSError) as error:
             raise _unavailable(error) from error
+
+    async def annotate(self, name: str, annotations: Mapping[str, str]) -> bool:
+        """Set annotations of one object and keep its others; False if there is no such object."""
+        client, headers = await self._prepared()
+        headers["content-type"] = "application/merge-patch+json"
+        patch = json.dumps({"metadata": {"annotations": dict(annotations)}})
+        try:
+            place = f"{self._path}/{quote(name, safe='')}"
+            answer = await client.patch(place, content=patch, headers=headers)
+        except (httpx.HTTPError, OSError) as error:
+            raise _unavailable(error) from error
+        if answer.status_code == _ABSENT:
+            return False
+        if not answer.is_success:
+            raise _refusal(answer)
+        return True
 
     async def aclose(self) -> None:
         if self._client is not None:

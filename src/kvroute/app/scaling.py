@@ -1,0 +1,200 @@
+"""Scaling that knows caches: the metric of needed workers, and the deletion costs of the workers' pods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from kvroute.app.config import Config
+from kvroute.clock import Clock
+from kvroute.errors import DiscoveryError
+from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, access_of
+from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.scaling import DeletionCostOptions, WorkersNeeded
+from kvroute.fleet.worker import Worker, WorkerId
+from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.routing.cache_value import CacheValue, WorkerWorth, due_patches
+from kvroute.routing.router import Router
+
+log = logging.getLogger(__name__)
+
+ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
+"""Read by the ReplicaSet controller since Kubernetes 1.22; a StatefulSet removes the highest number first."""
+
+
+def cache_value_of(options: DeletionCostOptions) -> CacheValue | None:
+    """The value of caches, for the router; None if deletion costs are off."""
+    return CacheValue(options.window_s) if options.enabled else None
+
+
+class Scaling:
+    """The two parts of one gateway process. Mutable: the averages of `WorkersNeeded`.
+
+    Every process has the metric. Of several processes, one writes deletion costs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        router: Router,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        writes_costs: bool,
+    ) -> None:
+        """Registers the metrics. Raises ConfigError if the API server for deletion costs is unknown."""
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._needed = WorkersNeeded(config.scaling)
+        self._processes = config.server.processes
+        self.deletion_costs: DeletionCosts | None = None
+        sources = [self._workers_needed]
+        if config.scaling.deletion_cost.enabled and writes_costs:
+            api = _pods_api(config.fleet)
+            self.deletion_costs = DeletionCosts(config.scaling.deletion_cost, api, fleet, router, clock)
+            sources.append(self.deletion_costs.metrics)
+        metrics.registry.register(Gauges(*sources))
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Start the tasks; the caller owns them."""
+        if self.deletion_costs is None:
+            return []
+        return [asyncio.create_task(self.deletion_costs.run(), name="deletion costs")]
+
+    def _workers_needed(self) -> Iterable[Metric]:
+        # Each process sees its own queue only; the processes get equal shares of the requests.
+        waiting: dict[str, float] = {}
+        for (model, _), tally in self._metrics.queue_waiting.children.items():
+            waiting[model] = waiting.get(model, 0.0) + self._processes * tally.value
+        yield workers_needed_metric(self._needed.update(self._fleet, self._clock.now(), waiting))
+
+
+def _pods_api(options: FleetOptions) -> KubernetesApi:
+    own = options.kubernetes
+    access = access_of(own, os.environ)
+    return KubernetesApi(access, resource="pods", selector="", timeout_s=own.timeout_s, watch_s=own.watch_s)
+
+
+class DeletionCosts:
+    """Keeps the annotation `ANNOTATION` of the workers' pods near what each worker is worth.
+
+    A worker's id must be the name of
+    its pod, as it is with discovery through the Kubernetes API. Mutable: the costs that were written.
+    """
+
+    def __init__(
+        self,
+        options: DeletionCostOptions,
+        api: KubernetesApi,
+        fleet: Fleet,
+        router: Router,
+        clock: Clock,
+    ) -> None:
+        """The router must have a `cache_value`."""
+        assert router.cache_value is not None
+        self._options = options
+        self._api = api
+        self._fleet = fleet
+        self._router = router
+        self._cache_value = router.cache_value
+        self._clock = clock
+        self._written: dict[WorkerId, int] = {}
+        self._outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._logged_trouble = ""
+        fleet.subscribe(self._fleet_changed)
+
+    async def run(self) -> None:
+        """Write the costs that have changed, each `interval_s`; runs until it is cancelled."""
+        # A gateway that has just started has seen no use of the caches: all would be worth nothing.
+        pause_s = max(self._options.interval_s, self._options.window_s)
+        try:
+            while True:
+                await self._clock.sleep(pause_s)
+                await self.write_due()
+                pause_s = self._options.interval_s
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._api.aclose()
+
+    def worths(self) -> list[WorkerWorth]:
+        """What each routable worker is worth now. O(workers)."""
+        now, found = self._clock.now(), []
+        for worker in self._fleet.workers():
+            if worker.is_routable:
+                model = min(worker.models, default="")
+                running_s = worker.load.active_tokens * self._router.costs(model).token_s
+                load_s = worker.load.wait(now) + running_s
+                found.append(WorkerWorth(worker.id, self._cache_value.seconds(worker.index, now), load_s))
+        return found
+
+    async def write_due(self) -> None:
+        """Patch the pods whose costs have changed. Ends at the first failure: the next round tries again."""
+        options = self._options
+        due = due_patches(
+            self.worths(), self._written, min_change=options.min_change, most=options.max_patches
+        )
+        for worker, cost in due:
+            try:
+                exists = await self._api.annotate(worker, {ANNOTATION: str(cost)})
+            except DiscoveryError as error:
+                self._outcomes["failed"] += 1
+                self._log_once(f"the deletion cost of pod {worker} cannot be written: {error}")
+                return
+            # Absent: the pod has just been deleted, or another source lists this worker, which is no pod.
+            self._outcomes["patched" if exists else "absent"] += 1
+            self._written[worker] = cost
+        if due:
+            self._log_once("")
+
+    def metrics(self) -> Iterable[Metric]:
+        return deletion_cost_metrics(self._written, self._outcomes)
+
+    def _log_once(self, trouble: str) -> None:
+        """Log a trouble when it begins, and its end."""
+        if trouble and not self._logged_trouble:
+            log.error("%s; the next round tries again", trouble)
+        elif not trouble and self._logged_trouble:
+            log.info("deletion costs of pods are written again")
+        self._logged_trouble = trouble
+
+    def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        if change in (FleetChange.LEFT, FleetChange.JOINED):
+            self._written.pop(worker.id, None)  # a new pod of that name has no annotation
+
+
+OUTCOMES: Final = ("patched", "absent", "failed")
+
+
+def workers_needed_metric(needed: Mapping[str, float]) -> Metric:
+    return gauge(
+        "kvroute_workers_needed",
+        "Workers that the load of each model needs, smoothed, as a fraction. Add it up over gateways.",
+        ("model",),
+        [((model,), number) for model, number in needed.items()],
+    )
+
+
+def deletion_cost_metrics(written: Mapping[WorkerId, int], outcomes: Mapping[str, int]) -> Iterable[Metric]:
+    """Metrics of the deletion costs; without samples where they are off."""
+    yield gauge(
+        "kvroute_worker_deletion_cost",
+        "Deletion cost written to each worker's pod: milliseconds of prefill that its removal costs.",
+        ("worker",),
+        [((worker,), float(cost)) for worker, cost in written.items()],
+    )
+    yield counter(
+        "kvroute_deletion_cost_patches",
+        "Patches of pods with a deletion cost, by outcome: patched, absent (no such pod), failed.",
+        ("outcome",),
+        [((outcome,), float(number)) for outcome, number in outcomes.items()],
+    )
