@@ -25,6 +25,7 @@ from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, Wo
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import MapTrust, PrefixIndex
 from kvroute.lmcache.options import PrefetchOptions
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import (
@@ -73,9 +74,13 @@ class Gateway:
     """One gateway's router, with its own accounting of every worker's load."""
 
     def __init__(
-        self, options: RoutingOptions, engines: Sequence[TieredEngine], caches: CacheMap | None = None
+        self,
+        options: RoutingOptions,
+        engines: Sequence[TieredEngine],
+        caches: CacheMap | None = None,
+        cache_value: CacheValue | None = None,
     ) -> None:
-        self.router = Router(options, caches=caches or NoMap())
+        self.router = Router(options, caches=caches or NoMap(), cache_value=cache_value)
         self.workers = [
             Worker(
                 WorkerSpec(WorkerId(f"w{number}"), f"http://w{number}"),

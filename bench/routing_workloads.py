@@ -25,7 +25,9 @@ Load = Callable[[SimFleet, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
+    """One request of the trace; `quantum_s` is its time in steps of 3 s."""
+
     quantum_s: float
     prompt: int
     output: int
@@ -34,12 +36,13 @@ class _Row:
 
 
 @cache
-def _rows() -> tuple[_Row, ...]:
+def trace_rows() -> tuple[Row, ...]:
+    """The conversation trace, in order of arrival."""
     with gzip.open(TRACE, "rt") as lines:
         rows = [json.loads(line) for line in lines]
     users = Counter(key for row in rows for key in row["hash_ids"])
     return tuple(
-        _Row(
+        Row(
             row["timestamp"] / 1000,
             row["input_length"],
             max(1, row["output_length"]),
@@ -54,7 +57,7 @@ def conversation(rate: float) -> Load:
     """The conversation trace, scaled in time to `rate` requests per second, quanta of 3 s spread evenly."""
 
     def load(fleet: SimFleet, seed: int) -> None:
-        rows, random = _rows(), Random(seed)
+        rows, random = trace_rows(), Random(seed)
         scale = len(rows) / (rows[-1].quantum_s + 3.0) / rate
         for row in rows:
             request = FleetRequest(row.keys, row.prompt, row.output, conversation=row.session)
