@@ -93,6 +93,7 @@ class Fleet(Kvroute):
         self.run.replace(worker, self._engines(1)[0])
         gateway = self.gateways[0]
         gateway.router.worker_restarted(gateway.workers[worker])
+        self.value.forget(worker)
         return len(lost)
 
     def enter(self, worker: int) -> None:

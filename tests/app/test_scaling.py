@@ -211,6 +211,18 @@ async def test_a_pod_that_returns_under_its_name_is_written_again():
         assert gateway.api.patches[2:] == ["b"]
 
 
+async def test_the_cache_of_a_worker_that_restarted_is_worth_nothing():
+    async with gateway_of("a", "b") as gateway:
+        gateway.use("a", 100)
+        gateway.use("a", 100)
+        fleet, worker = gateway.runtime.fleet, gateway.workers["a"]
+        fleet.update_facts(worker, worker.facts, restarted=True)
+
+        await gateway.round()
+
+        assert gateway.api.costs == {"a": "0", "b": "0"}
+
+
 async def test_a_server_that_does_not_answer_ends_the_round_at_the_deadline():
     async with gateway_of("a", "b") as gateway:
         gateway.api.hangs = True

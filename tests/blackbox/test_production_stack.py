@@ -307,7 +307,9 @@ async def test_a_changed_dynamic_file_changes_workers_strategy_session_key_and_a
         await gateway.logged("fleet.kubernetes.enabled: cannot change while the gateway runs")
         assert await has_changed()
         file.write_text('{"service_discovery": "static" "routing_logic": "roundrobin"}')
-        await gateway.logged("the configuration is refused, the old one stays in force: --dynamic-config-json")
+        await gateway.logged(
+            "the configuration is refused, the old one stays in force: --dynamic-config-json"
+        )
         assert await has_changed()
         write(routing_logic="session", session_key="x-id", static_aliases=f"an-alias:{MODEL}", **one)
         await until(has_one_worker, within_s=30)

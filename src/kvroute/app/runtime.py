@@ -140,7 +140,7 @@ class Runtime:
             config.routing,
             caches=self.cache_tracker.caches if self.cache_tracker else None,
             observer=self._permits or own,
-            cache_value=cache_value_of(config.scaling.deletion_cost),
+            cache_value=cache_value_of(config.scaling.deletion_cost, writes_costs=is_first),
         )
         self._estimator = TokenEstimator()
         self.audit = Audit(config.routing.options_of(KvAwareOptions).audit)
@@ -190,7 +190,7 @@ class Runtime:
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
-        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock, writes_costs=is_first)
+        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock)
         if self.cache_tracker is not None:
             caches = self.cache_tracker.caches
             self.metrics.registry.register(

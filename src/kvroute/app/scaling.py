@@ -28,15 +28,15 @@ ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Read by the ReplicaSet controller since Kubernetes 1.22; a StatefulSet removes the highest number first."""
 
 
-def cache_value_of(options: DeletionCostOptions) -> CacheValue | None:
-    """The value of caches, for the router; None if deletion costs are off."""
-    return CacheValue(options.window_s) if options.enabled else None
+def cache_value_of(options: DeletionCostOptions, *, writes_costs: bool) -> CacheValue | None:
+    """The value of caches, for the router; None in a process that writes no deletion costs."""
+    return CacheValue(options.window_s) if options.enabled and writes_costs else None
 
 
 class Scaling:
     """The two parts of one gateway process. Mutable: the averages of `WorkersNeeded`.
 
-    Every process has the metric. Of several processes, one writes deletion costs.
+    Every process has the metric. One writes deletion costs: that whose router has a `cache_value`.
     """
 
     def __init__(
@@ -46,8 +46,6 @@ class Scaling:
         router: Router,
         metrics: Metrics,
         clock: Clock,
-        *,
-        writes_costs: bool,
     ) -> None:
         """Registers the metrics. Raises ConfigError if the API server for deletion costs is unknown."""
         self._fleet = fleet
@@ -57,7 +55,7 @@ class Scaling:
         self._processes = config.server.processes
         self.deletion_costs: DeletionCosts | None = None
         sources = [self._workers_needed]
-        if config.scaling.deletion_cost.enabled and writes_costs:
+        if router.cache_value is not None:
             api = _pods_api(config.fleet)
             self.deletion_costs = DeletionCosts(config.scaling.deletion_cost, api, fleet, router, clock)
             sources.append(self.deletion_costs.metrics)
@@ -168,6 +166,8 @@ class DeletionCosts:
         self._logged_trouble = trouble
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
+        if change in (FleetChange.LEFT, FleetChange.RESTARTED):
+            self._cache_value.forget(worker.index)
         if change in (FleetChange.LEFT, FleetChange.JOINED):
             self._written.pop(worker.id, None)  # a new pod of that name has no annotation
 

@@ -199,7 +199,6 @@ class Router:
         observer: Observer | None = None,
         cache_value: CacheValue | None = None,
     ) -> None:
-        """With `cache_value`, every prompt with a cached part is credited to the workers that hold it."""
         options = options or RoutingOptions()
         index = options.options_of(PrefixAwareOptions).index
         if history is None:
@@ -450,7 +449,7 @@ class Router:
 
     def worker_left(self, worker: Worker) -> None:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
-        self._forget_cache(worker)
+        self._history.forget(worker.index)
         self._sizes.forget(worker)
         self.pairs.links.forget(worker.index)
         if self._learned is not None:
@@ -475,12 +474,7 @@ class Router:
 
     def worker_restarted(self, worker: Worker) -> None:
         """Drop the history of a worker whose cache is empty after a restart."""
-        self._forget_cache(worker)
-
-    def _forget_cache(self, worker: Worker) -> None:
         self._history.forget(worker.index)
-        if self.cache_value is not None:
-            self.cache_value.forget(worker.index)
 
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""
