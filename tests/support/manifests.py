@@ -18,7 +18,13 @@ RELEASES = tuple(f"1.{minor}.0" for minor in range(29, 38))
 _SCHEMAS = Path(__file__).parents[1] / "data" / "schemas"
 _CUSTOM = {
     kind: json.loads((_SCHEMAS / f"{name}.json").read_text())
-    for kind, name in (("ScaledObject", "keda-scaledobject"), ("ServiceMonitor", "servicemonitor"))
+    for kind, name in (
+        ("HTTPRoute", "httproute"),
+        ("InferencePool", "inferencepool"),
+        ("PrometheusRule", "prometheusrule"),
+        ("ScaledObject", "keda-scaledobject"),
+        ("ServiceMonitor", "servicemonitor"),
+    )
 }
 
 

@@ -1,11 +1,13 @@
-"""Make the schemas in this folder from packages that have the published definitions as pydantic classes.
+"""Make the schemas in this folder from packages that have the published definitions as pydantic classes, and
+from CustomResourceDefinitions.
 
     pip download --no-deps --python-version 3.14 --only-binary=:all: -d WHEELS \\
         cloudcoil-models-keda==2.20.2.1 cloudcoil-models-prometheus-operator==0.93.1.1
-    python tests/data/schemas/generate.py WHEELS
+    python tests/data/schemas/generate.py WHEELS [CRDS]
 
 The packages themselves need Python 3.14 and a client library. Only the fields of their classes are taken, by
-reading the source in the wheels: no text of theirs, no methods.
+reading the source in the wheels: no text of theirs, no methods. CRDS is a folder with the released files
+`httproutes.yaml` and `inferencepools.yaml`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import pydantic
+import yaml
 
 SOURCES = {
     "keda-scaledobject": ("cloudcoil_models_keda", "cloudcoil/models/keda/v1alpha1.py", "ScaledObject"),
@@ -27,7 +30,13 @@ SOURCES = {
         "cloudcoil/models/prometheus_operator/v1.py",
         "ServiceMonitor",
     ),
+    "prometheusrule": (
+        "cloudcoil_models_prometheus_operator",
+        "cloudcoil/models/prometheus_operator/v1.py",
+        "PrometheusRule",
+    ),
 }
+DEFINITIONS = {"httproute": ("httproutes.yaml", "v1"), "inferencepool": ("inferencepools.yaml", "v1")}
 TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 METADATA = {
     "type": "object",
@@ -107,6 +116,8 @@ def plain(node: Any) -> Any:
         for key, value in node.items()
         if key not in ("title", "default", "description") or isinstance(value, dict)
     }
+    if str(node.get("pattern")).startswith("^(?i)"):  # Python wants the flag first
+        node["pattern"] = f"(?i)^{node['pattern'].removeprefix('^(?i)')}"
     options = [each for each in node.get("anyOf", []) if each != {"type": "null"}]
     if len(options) == 1:
         del node["anyOf"]
@@ -126,7 +137,35 @@ def used(schema: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def main(folder: Path) -> None:
+def schema_of_definition(definition: dict[str, Any], version: str) -> dict[str, Any]:
+    """JSON Schema of the objects of a CustomResourceDefinition, without status."""
+    [found] = [each for each in definition["spec"]["versions"] if each["name"] == version]
+    schema = closed(found["schema"]["openAPIV3Schema"])
+    del schema["properties"]["status"]
+    schema["properties"]["metadata"] = METADATA
+    schema["properties"]["apiVersion"] = {"const": f"{definition['spec']['group']}/{version}"}
+    schema["required"] = ["apiVersion", "kind", "metadata", "spec"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def closed(node: Any) -> Any:
+    """Types, bounds, enumerations and patterns only; keys that are not defined are refused."""
+    if isinstance(node, list):
+        return [closed(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {}
+    for key, value in node.items():
+        if key == "properties":
+            kept[key] = {name: closed(each) for name, each in value.items()}
+        elif key not in ("default", "description") and not key.startswith("x-kubernetes-"):
+            kept[key] = closed(value)
+    if "properties" in kept and "x-kubernetes-preserve-unknown-fields" not in node:
+        kept["additionalProperties"] = False
+    return kept
+
+
+def main(folder: Path, definitions: Path | None) -> None:
     for name, (package, module, root) in SOURCES.items():
         (wheel,) = folder.glob(f"{package}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
@@ -134,7 +173,12 @@ def main(folder: Path) -> None:
         file = Path(__file__).with_name(f"{name}.json")
         file.write_text(json.dumps(schema_of(source, root), indent=1) + "\n")
         print(f"{file.name} from {wheel.name}")
+    for name, (text, version) in DEFINITIONS.items() if definitions is not None else ():
+        schema = schema_of_definition(yaml.safe_load((definitions / text).read_text()), version)
+        file = Path(__file__).with_name(f"{name}.json")
+        file.write_text(json.dumps(schema, indent=1) + "\n")
+        print(f"{file.name} from {text}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
