@@ -8,7 +8,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "kvroute"
 EXCEPTIONS = {
     "cli/test_commands.py": "tests the package kvroute.cli itself",
+    "deploy/test_chart.py": "tests charts/kvroute",
     "deploy/test_dockerfile.py": "tests the Dockerfile",
+    "deploy/test_service_unit.py": "tests configs/systemd",
     "app/test_kvaware_guide.py": "tests docs/kvaware.md",
     "routing/test_scoring_guide.py": "tests docs/scoring.md",
 }

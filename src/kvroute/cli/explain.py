@@ -78,7 +78,10 @@ def _recorded(url: str, request_id: str, file: Path | None) -> dict[str, Any]:
     for decision in found["decisions"]:
         if decision["request_id"] == request_id:
             return dict(decision)
-    raise CannotRun(f"the gateway's last {len(found['decisions'])} decisions have no request {request_id!r}")
+    raise CannotRun(
+        f"the gateway's last {len(found['decisions'])} decisions have no request {request_id!r}; "
+        "the answer's header x-request-id has its id"
+    )
 
 
 def _answer(call: Any, url: str) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _answer(call: Any, url: str) -> dict[str, Any]:
             answer = call(client)
             document = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CannotRun(f"{url} cannot be reached: {error}") from error
+        raise CannotRun(f"{url} cannot be reached: {error}; --url names another gateway") from error
     except ValueError:
         raise CannotRun(f"{url} is not a kvroute gateway") from None
     if not answer.is_success:

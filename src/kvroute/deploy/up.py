@@ -262,13 +262,17 @@ def _command() -> str:
     return shlex.quote(os.path.relpath(sys.argv[0]))
 
 
+_QUESTION = "Say in one sentence why an answer starts sooner if the worker holds the beginning of the prompt."
+"""Long enough for a block: the second time, the answer's head says that a worker holds its beginning."""
+
+
 def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
     """The text that is printed when everything is ready: addresses and a first request.
 
     With `admin_key` the address of the live page includes the key.
     """
     url = plan.gateway.url
-    body = {"model": plan.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    body = {"model": plan.model, "messages": [{"role": "user", "content": _QUESTION}], "max_tokens": 32}
     if plan.simulated:
         kind = "The workers are SIMULATED: they answer with random text and simulate a KV cache."
     elif plan.tiny_model is not None:
