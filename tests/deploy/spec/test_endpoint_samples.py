@@ -54,6 +54,14 @@ def test_each_problem_is_one_line_that_says_what_to_do(name, read):
     assert not [text for _, text in wrong if "\n" in text]
 
 
+def test_the_image_of_another_server_has_one_line(read):
+    """No line says with which versions of vLLM it is planned."""
+    findings = read(SAMPLES["huggingface-tgi"]).findings
+
+    (image,) = [each for each in findings if dotted(each.path) == "spec.worker.image"]
+    assert image.verdict.value == "wrong"
+
+
 @pytest.mark.parametrize("name", sorted(SAMPLES.keys() - WRONG.keys()))
 def test_what_is_right_is_rendered_for_every_target(name, plan):
     made = plan(SAMPLES[name])

@@ -78,7 +78,9 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
     if isinstance(endpoint, InferenceEndpointConfig):
         yield from _source(endpoint.spec.model_source_config, endpoint)
         yield from _placement(endpoint)
-    yield from version_rules(endpoint)
+    worker = endpoint.spec.worker
+    if worker is None or not any(_other_server(worker.image or "")):
+        yield from version_rules(endpoint)
     yield from _scaling(endpoint)
     yield from cluster_rules(endpoint)
     yield from scaling_rules(endpoint)
