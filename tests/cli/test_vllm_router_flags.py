@@ -244,10 +244,57 @@ def test_controller_flags_only_count_with_kvaware():
         ]
 
 
+_SPLIT = {
+    "routing-logic": "disaggregated_prefill",
+    "prefill-model-labels": "p",
+    "decode-model-labels": "d,e",
+}
+
+
+def test_labels_give_static_backends_their_roles():
+    backends = {"static-backends": "http://a,http://b,http://c,http://d", "static-model-labels": "p,d,e,x"}
+    given = {"service-discovery": "static", **backends, **_SPLIT}
+
+    settings = {".".join(map(str, each.path)): each.value for each in translate(given).settings}
+
+    assert [worker.get("role") for worker in settings["fleet.workers"]] == [
+        "prefill",
+        "decode",
+        "decode",
+        None,
+    ]
+    assert settings["routing.prefill_decode.threshold_tokens"] == 0
+    del given["routing-logic"]
+    without = {".".join(map(str, each.path)): each.value for each in translate(given).settings}
+    assert all("role" not in worker for worker in without["fleet.workers"])
+
+
+def test_in_kubernetes_the_label_model_gives_the_roles():
+    settings = {
+        ".".join(map(str, each.path)): each.value
+        for each in translate({"service-discovery": "k8s", **_SPLIT}).settings
+    }
+
+    assert settings["fleet.kubernetes.role_label"] == "model"
+    assert settings["fleet.kubernetes.prefill_labels"] == ["p"]
+    assert settings["fleet.kubernetes.decode_labels"] == ["d", "e"]
+
+
 @pytest.mark.parametrize(
     ("given", "path", "complaint"),
     [
-        ({"routing-logic": "disaggregated_prefill"}, "--routing-logic", "does not separate prefill"),
+        ({"routing-logic": "disaggregated_prefill"}, "--prefill-model-labels", "must be given"),
+        (
+            {
+                "routing-logic": "disaggregated_prefill",
+                "prefill-model-labels": "p",
+                "decode-model-labels": "d",
+                "static-backends": "http://a,http://b",
+                "static-model-labels": "p",
+            },
+            "--static-model-labels",
+            "1 labels for 2",
+        ),
         ({"routing-logic": "magic"}, "--routing-logic", "not one of roundrobin"),
         ({"service-discovery": "external-only"}, "--service-discovery", "only to vLLM workers"),
         ({"service-discovery": "consul"}, "--service-discovery", "not one of static, k8s"),

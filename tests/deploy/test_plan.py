@@ -165,3 +165,49 @@ def test_engines_publish_their_events_where_the_gateway_reads_them() -> None:
     assert events == [f"tcp://*:{port}" for port in (9003, 9004, 9005, 9006)]
     assert port_count(UpSpec(engine=Engine.VLLM, workers=2), ()) == 2
     assert "--kv-events-config" not in command(plan(engine=Engine.VLLM), 0)
+
+
+def test_workers_with_roles_are_told_so_everywhere() -> None:
+    spec = UpSpec(engine=Engine.VLLM, strategy="kvaware", prefill_workers=1, decode_workers=1, workers=1)
+    ports = tuple(range(9001, 9001 + port_count(spec, ())))
+    made = plan_up(spec, HostFacts(ENV, ENGINE_ENV, (0, 1), (), ports, ("/venv/bin/vllm",)))
+
+    assert [worker.child.name for worker in made.workers] == ["prefill-0", "decode-0", "worker-0"]
+    gateway = " ".join(made.gateway.child.argv)
+    assert "--prefill prefill-0=http://127.0.0.1:9001 --decode decode-0=http://127.0.0.1:9002" in gateway
+    assert "--worker worker-0=http://127.0.0.1:9003" in gateway
+    used = {worker.url[-4:] for worker in made.workers}
+    for worker, role in zip(made.workers, ("kv_producer", "kv_consumer", "kv_both"), strict=True):
+        argv, env = worker.child.argv, worker.child.env
+        transfer = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+        assert transfer == {
+            "kv_connector": "NixlConnector",
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": "recompute",
+        }
+        events = json.loads(argv[argv.index("--kv-events-config") + 1])
+        assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        used |= {env["VLLM_NIXL_SIDE_CHANNEL_PORT"], events["endpoint"][-4:], events["replay_endpoint"][-4:]}
+    assert len(used) == len(ports)
+
+
+def test_simulated_workers_with_roles_exchange_kv() -> None:
+    made = plan(prefill_workers=1, decode_workers=2)
+
+    assert [worker.child.name for worker in made.workers] == ["prefill-0", "decode-0", "decode-1"]
+    assert all("--nixl" in worker.child.argv for worker in made.workers)
+
+
+def test_on_gpus_nixl_chooses_the_memory_itself() -> None:
+    made = plan(("0", "1"), engine=Engine.VLLM, model="org/model", prefill_workers=1, decode_workers=1)
+
+    assert [worker.child.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["0", "1"]
+    assert "kv_buffer_device" not in command(made, 0)
+    assert "UCX_TLS" not in made.workers[0].child.env
+
+
+@pytest.mark.parametrize("wanted", [{"prefill_workers": 1}, {"decode_workers": 1}])
+def test_one_role_alone_is_an_error(wanted: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="both kinds"):
+        plan(**wanted)

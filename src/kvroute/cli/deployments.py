@@ -155,6 +155,8 @@ STATE_DIR = Path(".kvroute")
 SPEC_FIELDS = {
     "model": "spec.model",
     "workers": "spec.replicas",
+    "prefill_workers": "spec.pdSpec.prefillSpec.replicas",
+    "decode_workers": "spec.pdSpec.decodingSpec.replicas",
     "tensor_parallel_size": "x-kvroute.gpusPerWorker",
     "engine_args": "spec.worker.args",
 }
@@ -190,6 +192,12 @@ SPEC_FIELDS = {
 @click.option(
     "--workers", type=click.IntRange(min=1), help="Number of workers. Default: 2; on GPUs as many as fit."
 )
+@click.option(
+    "--prefill-workers",
+    type=click.IntRange(min=1),
+    help="Number of workers that compute long prompts, whose KV decode workers take over.",
+)
+@click.option("--decode-workers", type=click.IntRange(min=1), help="Number of workers that answer.")
 @click.option("--tensor-parallel-size", type=click.IntRange(min=1), help="GPUs per worker. Default: 1.")
 @click.option("--host", help="Address of the gateway. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the gateway. Default: 8080.")

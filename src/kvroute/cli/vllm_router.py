@@ -282,7 +282,19 @@ def _backends(value: str, given: Given) -> MappedFlag:
     served: dict[str, list[str]] = {url: [] for url in urls}
     for url, model in zip(urls, models, strict=False):
         served[url].append(model)
-    return MappedFlag({"fleet.workers": [{"url": url, "models": names} for url, names in served.items()]})
+    roles = _roles(given)
+    labels = _list(given.get("static-model-labels", "")) if roles else []
+    if labels and len(labels) != len(urls):
+        raise ConfigError("--static-model-labels", f"has {len(labels)} labels for {len(urls)} backends")
+    role_of = {url: roles.get(label) for url, label in zip(urls, labels, strict=False)}
+    return MappedFlag(
+        {
+            "fleet.workers": [
+                {"url": url, "models": names} | ({"role": role_of[url]} if role_of.get(url) else {})
+                for url, names in served.items()
+            ]
+        }
+    )
 
 
 def _models(_: str, given: Given) -> MappedFlag:
@@ -320,11 +332,43 @@ def _routing_logic(value: str, given: Given) -> MappedFlag:
         return MappedFlag(
             {"routing.strategy": "prefixaware"}, "its cost counts load as well as cached prefixes"
         )
-    if value.startswith("disaggregated_prefill"):
-        raise ConfigError(
-            "--routing-logic", f"{value!r} is not supported: kvroute does not separate prefill and decode"
+    if value in _SPLIT_LOGICS:
+        roles = _roles(given)
+        options: dict[str, object] = {
+            "routing.strategy": "prefixaware",
+            "routing.prefill_decode.threshold_tokens": 0,
+        }
+        if given.get("service-discovery") == "k8s":
+            options["fleet.kubernetes.role_label"] = "model"
+            for role in ("prefill", "decode"):
+                labels = [label for label, its_role in roles.items() if its_role == role]
+                options[f"fleet.kubernetes.{role}_labels"] = labels
+        return MappedFlag(
+            options, "prompts whose KV the decode worker holds stay there; without a threshold, cost decides"
         )
-    raise _one_of("routing-logic", value, (*STRATEGIES, "loadaware"))
+    raise _one_of("routing-logic", value, (*STRATEGIES, "loadaware", *_SPLIT_LOGICS))
+
+
+_SPLIT_LOGICS = ("disaggregated_prefill", "disaggregated_prefill_orchestrated")
+
+
+def _roles(given: Given) -> dict[str, str]:
+    """The role of each model label, if that router would hand prompts over. Raises ConfigError."""
+    if given.get("routing-logic") not in _SPLIT_LOGICS:
+        return {}
+    roles: dict[str, str] = {}
+    for role in ("prefill", "decode"):
+        labels = _list(given.get(f"{role}-model-labels", ""))
+        if not labels:
+            raise ConfigError(f"--{role}-model-labels", f"must be given with {given['routing-logic']}")
+        roles |= dict.fromkeys(labels, role)
+    return roles
+
+
+def _labels(_: str, given: Given) -> MappedFlag:
+    if not _roles(given):
+        return MappedFlag({}, "used only with --routing-logic disaggregated_prefill")
+    return MappedFlag({}, "gives workers their roles", is_used=True)
 
 
 _LONGEST_MATCH: Final[dict[str, object]] = {
@@ -381,7 +425,6 @@ _NO_TRACES = "that router sends traces over gRPC, kvroute over HTTP: set tracing
 _NO_SENTRY = "kvroute does not report to Sentry; errors are in the log"
 _NO_SEMANTIC = "kvroute has no semantic cache"
 _DYNAMIC = "its flags follow; a changed file is loaded while kvroute runs"
-_NO_ROLES = "kvroute does not separate prefill and decode"
 
 FLAGS: Final[dict[str, Flag]] = {
     "root-path": Flag(_root_path),
@@ -391,7 +434,7 @@ FLAGS: Final[dict[str, Flag]] = {
     "static-models": Flag(_models),
     "static-aliases": Flag(_aliases),
     "static-model-types": Flag(_noted("every endpoint is forwarded, and probes do not need a model type")),
-    "static-model-labels": Flag(_noted(_NO_ROLES)),
+    "static-model-labels": Flag(_labels),
     "static-backend-health-checks": Flag(_noted("every worker is always probed"), is_switch=True),
     "static-backend-health-check-interval": Flag(_static_health("fleet.health.interval_s")),
     "static-backend-health-check-timeout-seconds": Flag(_static_health("fleet.health.timeout_s")),
@@ -410,8 +453,8 @@ FLAGS: Final[dict[str, Flag]] = {
     "kv-aware-threshold": Flag(_noted("cached tokens are part of the cost; there is no threshold")),
     "prefix-min-match-length": Flag(_noted("cached tokens are part of the cost, for a match of any length")),
     "loadaware-beta": Flag(_noted("load is part of the cost of prefixaware")),
-    "prefill-model-labels": Flag(_noted(_NO_ROLES)),
-    "decode-model-labels": Flag(_noted(_NO_ROLES)),
+    "prefill-model-labels": Flag(_labels),
+    "decode-model-labels": Flag(_labels),
     "lmcache-controller-port": Flag(_controller("pull", "0.0.0.0:{}")),
     "lmcache-controller-reply-port": Flag(_controller("reply", "0.0.0.0:{}")),
     "lmcache-controller-heartbeat-port": Flag(_controller("heartbeat", "0.0.0.0:{}")),

@@ -38,6 +38,9 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = ".kvroute-engine.json"
 LOCK = ".kvroute-engine.lock"
 LOG = "install.log"
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+"""Not in the recipe: only workers with roles need it. Its requirements are the GPU build of PyTorch."""
+NIXL_MARKER = ".kvroute-nixl"
 STEP_TIMEOUT_S = 1800.0
 HEARTBEAT_S = 10.0
 # vLLM reads the version of the distribution "vllm" and selects the CPU platform when the version contains
@@ -99,6 +102,24 @@ async def install_engine(
         stamp = {"recipe": recipe.digest, "python": platform.python_version()}
         (path / STAMP).write_text(json.dumps(stamp))
     return venv
+
+
+async def install_nixl(
+    venv: EngineVenv, *, report: Report, clock: Clock, environ: Mapping[str, str] | None = None
+) -> None:
+    """Add NIXL, which moves KV between engines, to an installed engine. Does nothing if it is there.
+
+    It needs no GPU and no CUDA library (67 MB). Raises `ProcessFailed`.
+    """
+    marker = venv.path / NIXL_MARKER
+    if marker.exists():
+        return
+    async with _locked(venv.path / LOCK, report=report, clock=clock):
+        if marker.exists():
+            return
+        environ = separate_environment(os.environ if environ is None else environ)
+        await _Steps(venv, environ, report, clock).add("installing NIXL (67 MB)", *NIXL)
+        marker.touch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +195,11 @@ class _Steps:
         await self._pip("--no-deps", "--no-index", str(write_alias_wheel(path)))
         self._report_step("checking that the engine imports")
         await self._run(str(self._venv.python), "-c", f"import {', '.join(recipe.imports)}")
+
+    async def add(self, what: str, *packages: str) -> None:
+        """Install packages without their requirements into a finished environment."""
+        self._report(what)
+        await self._pip("--no-deps", *packages)
 
     async def _install_torch(self, torch: str) -> None:
         self._report_step(f"installing {torch} from the configured package indexes (190 MB)")

@@ -22,6 +22,7 @@ from kvroute.deploy.vllm_command import (
     CpuPlacement,
     GpuPlacement,
     KvEventsEndpoint,
+    KvTransfer,
     VllmSpec,
     assign_cores,
     assign_gpus,
@@ -102,6 +103,9 @@ class UpSpec:
     engine: Engine = Engine.SIM
     model: str | None = None
     workers: int | None = None
+    prefill_workers: int = 0
+    """Workers that compute long prompts for decode workers; `decode_workers` likewise."""
+    decode_workers: int = 0
     tensor_parallel_size: int = 1
     host: str = "127.0.0.1"
     port: int = 8080
@@ -115,6 +119,18 @@ class UpSpec:
     admin_key: AdminKeyLocation = AdminKeyLocation()
     tls: bool = False
     """The gateway has a self-signed certificate, in `tls_files`."""
+
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """The role of each worker; None if each one does both."""
+        if not self.prefill_workers and not self.decode_workers:
+            return None
+        counts = {
+            "prefill": self.prefill_workers,
+            "decode": self.decode_workers,
+            "both": self.workers or 0,
+        }
+        return tuple(role for role, count in counts.items() for _ in range(count))
 
     @property
     def tls_files(self) -> tuple[Path, Path]:
@@ -179,8 +195,11 @@ class ProcessPlan:
 
 
 def port_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
-    """How many free ports the plan needs: one per worker, and two more for KV events if they are read."""
-    return worker_count(spec, gpus) * (3 if _publishes(spec) else 1)
+    """How many free ports the plan needs.
+
+    One per worker, two more for KV events if they are read, and one for transfers if workers have roles.
+    """
+    return worker_count(spec, gpus) * (1 + 2 * _publishes(spec) + (spec.roles is not None))
 
 
 def _publishes(spec: UpSpec) -> bool:
@@ -190,10 +209,11 @@ def _publishes(spec: UpSpec) -> bool:
 
 def worker_count(spec: UpSpec, gpus: tuple[str, ...]) -> int:
     """The number of workers in the plan. Raises `ConfigError` when there are too few GPUs."""
+    wanted = spec.workers if spec.roles is None else len(spec.roles)
     if uses_gpus(spec, gpus):
-        placed = assign_gpus(gpus, workers=spec.workers, tensor_parallel_size=spec.tensor_parallel_size)
+        placed = assign_gpus(gpus, workers=wanted, tensor_parallel_size=spec.tensor_parallel_size)
         return len(placed)
-    return spec.workers if spec.workers is not None else DEFAULT_WORKERS
+    return wanted if wanted is not None else DEFAULT_WORKERS
 
 
 def uses_gpus(spec: UpSpec, gpus: tuple[str, ...]) -> bool:
@@ -205,6 +225,11 @@ def plan_up(spec: UpSpec, host: HostFacts) -> ProcessPlan:
     """Plan the processes for `spec` on `host`. Raises `ConfigError` when `host` cannot run them."""
     if spec.tensor_parallel_size > 1 and not uses_gpus(spec, host.gpus):
         raise ConfigError("tensor-parallel-size", "needs --engine vllm and GPUs, and none is visible")
+    if bool(spec.prefill_workers) != bool(spec.decode_workers) and not spec.workers:
+        raise ConfigError(
+            "decode-workers" if spec.prefill_workers else "prefill-workers",
+            "prefill and decode apart need workers of both kinds",
+        )
     tiny = _tiny_model(spec)
     folder = (spec.state_dir / "models" / tiny).absolute() if tiny else spec.state_dir
     if spec.engine is Engine.SIM:
@@ -235,13 +260,16 @@ def _tiny_model(spec: UpSpec) -> str | None:
 def _simulated(spec: UpSpec, host: HostFacts, model: str) -> tuple[PlannedProcess, ...]:
     count = worker_count(spec, host.gpus)
     workers = []
-    for number, port in enumerate(host.free_ports[:count]):
-        argv = (sys.executable, "-m", "kvroute", "sim", "--host", "127.0.0.1", "--port", str(port))
+    names = _names(spec, count)
+    for name, port in zip(names, host.free_ports, strict=False):
+        argv = [sys.executable, "-m", "kvroute", "sim", "--host", "127.0.0.1", "--port", str(port)]
+        if spec.roles is not None:
+            argv += ["--nixl"]
         child = ChildSpec(
-            name=f"worker-{number}",
+            name=name,
             argv=(*argv, "--model", model, *spec.engine_args),
             env=dict(host.environ),
-            log_path=_log(spec, f"worker-{number}"),
+            log_path=_log(spec, name),
         )
         workers.append(_planned(child, f"http://127.0.0.1:{port}", "/health", SIM_READY_S))
     return tuple(workers)
@@ -260,7 +288,16 @@ def _vllm(
         gib = TINY_KV_CACHE_GIB if tiny else cpu_kv_cache_gib(host.engine_environ)
         placements = tuple(CpuPlacement(share, gib) for share in assign_cores(host.cores, workers=count))
     workers = []
-    for number, (placement, port) in enumerate(zip(placements, host.free_ports, strict=False)):
+    names, roles = _names(spec, count), spec.roles or (None,) * count
+    own_ports = host.free_ports[:count]
+    transfer_ports = host.free_ports[count : 2 * count] if spec.roles is not None else (0,) * count
+    event_ports = host.free_ports[count * (1 if spec.roles is None else 2) :]
+    for number, (name, placement, port, role, side_port) in enumerate(
+        zip(names, placements, own_ports, roles, transfer_ports, strict=True)
+    ):
+        transfer = None
+        if role is not None:
+            transfer = KvTransfer(role, "127.0.0.1", side_port, None if on_gpus else "cpu")
         engine = VllmSpec(
             model=source,
             served_name=model,
@@ -275,19 +312,33 @@ def _vllm(
             eager=tiny,
             tool_call_parser="hermes" if tiny else None,
             store_responses=tiny,
-            kv_events=_events(host.free_ports[count + 2 * number :]) if _publishes(spec) else None,
+            kv_events=_events(event_ports[2 * number :]) if _publishes(spec) else None,
+            transfer=transfer,
             extra_args=spec.engine_args,
         )
         child = ChildSpec(
-            name=f"worker-{number}",
+            name=name,
             argv=vllm_argv(engine, host.vllm),
             env=vllm_environment(engine, host.engine_environ),
-            log_path=_log(spec, f"worker-{number}"),
+            log_path=_log(spec, name),
             stop_grace_s=ENGINE_STOP_S,
         )
         ready_s = GPU_ENGINE_READY_S if on_gpus or not tiny else CPU_ENGINE_READY_S
         workers.append(_planned(child, engine.url, "/health", ready_s))
     return tuple(workers)
+
+
+def _names(spec: UpSpec, count: int) -> tuple[str, ...]:
+    """The workers' names: `worker-0`, ..., or `prefill-0`, ..., `decode-0`, ..., with roles."""
+    if spec.roles is None:
+        return tuple(f"worker-{number}" for number in range(count))
+    prefixes = {"prefill": "prefill", "decode": "decode", "both": "worker"}
+    seen: dict[str, int] = {}
+    names = []
+    for role in spec.roles:
+        names.append(f"{prefixes[role]}-{seen.setdefault(role, 0)}")
+        seen[role] += 1
+    return tuple(names)
 
 
 def _events(ports: tuple[int, ...]) -> KvEventsEndpoint:
@@ -301,8 +352,10 @@ def cpu_kv_cache_gib(environ: Mapping[str, str]) -> int | None:
 
 def _gateway(spec: UpSpec, host: HostFacts, workers: tuple[PlannedProcess, ...]) -> PlannedProcess:
     argv = [sys.executable, "-m", "kvroute", "serve", "--host", spec.host, "--port", str(spec.port)]
-    for worker in workers:
-        argv += ["--worker", f"{worker.child.name}={worker.url}"]
+    roles = spec.roles or ("both",) * len(workers)
+    for worker, role in zip(workers, roles, strict=True):
+        flag = "--worker" if role == "both" else f"--{role}"
+        argv += [flag, f"{worker.child.name}={worker.url}"]
     if spec.strategy is not None:
         argv += ["--strategy", spec.strategy]
     argv += spec.admin_key.arguments

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_local_endpoint
-from kvroute.deploy.engine_install import EngineVenv, install_engine, separate_environment
+from kvroute.deploy.engine_install import EngineVenv, install_engine, install_nixl, separate_environment
 from kvroute.deploy.plan import (
     AdminKeyLocation,
     Engine,
@@ -118,6 +118,8 @@ async def prepare(spec: UpSpec, *, console: Console, clock: Clock) -> ProcessPla
     elif spec.engine is Engine.VLLM:
         console.print("No GPU is visible: vLLM runs on the CPU.")
         venv = await _engine(spec.engine_venv, console, clock)
+        if spec.roles is not None:
+            await install_nixl(venv, report=lambda line: console.print(line, markup=False), clock=clock)
         vllm, engine_environ = (str(venv.script("vllm")),), separate_environment(environ)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     plan = plan_up(spec, HostFacts(environ, engine_environ, cores, gpus, ports, vllm))

@@ -25,6 +25,39 @@ class KvEventsEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """How an engine exchanges KV with others, by vLLM's NixlConnector."""
+
+    role: str
+    """The worker's role for the gateway: `prefill`, `decode` or `both`. The engine enforces none."""
+    host: str
+    """Where other engines reach its side channel; `port` likewise, unique on its host."""
+    port: int
+    buffer_device: str | None = None
+    """The memory that NIXL registers: `cpu` for CPU engines, None for the engine's default."""
+
+    @property
+    def config(self) -> dict[str, object]:
+        """The value of `--kv-transfer-config`."""
+        config: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[self.role]}
+        if self.buffer_device is not None:
+            config["kv_buffer_device"] = self.buffer_device
+        # Without it a request whose blocks are gone, because the prefill worker died, fails with status 500.
+        return config | {"kv_load_failure_policy": "recompute"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}
+        # UCX looks for RDMA devices, and there are none for the engines of one machine without GPUs.
+        return own | (_UCX_ON_ONE_HOST if self.buffer_device == "cpu" else {})
+
+
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+"""The worker's role -> vLLM's `kv_role`."""
+_UCX_ON_ONE_HOST = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
+
+
+@dataclass(frozen=True, slots=True)
 class CpuPlacement:
     """A CPU engine's cores and KV memory."""
 
@@ -63,6 +96,7 @@ class VllmSpec:
     eager: bool = False
     """No compilation: the engine starts sooner, needs no C++ compiler and computes a little slower."""
     kv_events: KvEventsEndpoint | None = None
+    transfer: KvTransfer | None = None
     tool_call_parser: str | None = None
     store_responses: bool = False
     """Keep every answer of `/v1/responses` in memory permanently, for `previous_response_id` and GET."""
@@ -101,6 +135,8 @@ def vllm_argv(spec: VllmSpec, executable: Sequence[str] = ("vllm",)) -> tuple[st
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", spec.tool_call_parser]
     if spec.kv_events is not None:
         argv += ["--kv-events-config", json.dumps(_kv_events(spec.kv_events), separators=(",", ":"))]
+    if spec.transfer is not None:
+        argv += ["--kv-transfer-config", json.dumps(spec.transfer.config, separators=(",", ":"))]
     return (*argv, *spec.extra_args)
 
 
@@ -121,6 +157,8 @@ def vllm_environment(spec: VllmSpec, environ: Mapping[str, str]) -> dict[str, st
                 env[KV_CACHE_SPACE] = str(gib)
         case GpuPlacement(devices=devices):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if spec.transfer is not None:
+        env |= spec.transfer.environment
     return env | dict(spec.extra_env or {})
 
 

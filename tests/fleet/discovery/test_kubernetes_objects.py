@@ -153,6 +153,17 @@ def test_names_instead_of_addresses_are_left_to_dns():
     ).found
 
 
+def test_values_of_the_role_label_may_have_other_names(pod):
+    reader = ObjectReader("http", role_label="model", meanings={"llama-prefill": "prefill"})
+
+    found = [
+        read_pod(pod("a", labels={"model": value}), reader).found[0].role
+        for value in ("llama-prefill", "other")
+    ]
+
+    assert found == ["prefill", "other"]
+
+
 def test_a_slices_labels_are_its_endpoints_role_and_model():
     metadata = {"name": "s", "labels": {"role": "prefill", "example.com/model": "llama"}}
     reading = read_endpoint_slice(slice_of({"addresses": ["10.0.0.1"]}, metadata=metadata), READER)

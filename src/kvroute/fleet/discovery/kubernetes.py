@@ -79,7 +79,11 @@ class KubernetesDiscovery:
             timeout_s=own.timeout_s,
             watch_s=own.watch_s,
         )
-        reader = ObjectReader(own.port, own.scheme, own.role_label, own.roles, own.model_label)
+        meanings = {
+            **dict.fromkeys(own.prefill_labels, "prefill"),
+            **dict.fromkeys(own.decode_labels, "decode"),
+        }
+        reader = ObjectReader(own.port, own.scheme, own.role_label, own.roles, own.model_label, meanings)
         return cls(api, reader, own, clock)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:

@@ -7,7 +7,7 @@ part of an object counts as empty.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.fleet.worker import WorkerId, WorkerSpec
@@ -24,6 +24,8 @@ class ObjectReader:
     role_label: str = ""
     roles: tuple[str, ...] = ()
     model_label: str | None = None
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    """Value of the role label -> `WorkerSpec.role`; other values stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def read_pod(pod: Object, reader: ObjectReader) -> ObjectReading:
                 is_ready=ready,
                 is_terminating=metadata.get("deletionTimestamp") is not None,
                 models=_models(metadata, reader),
-                role=role,
+                role=reader.meanings.get(role or "", role),
                 node=_text(_inner(pod, "spec").get("nodeName")),
             ),
         )
@@ -114,7 +116,7 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
                 is_ready=conditions.get("ready") is not False,  # unknown counts as ready (API reference)
                 is_terminating=conditions.get("terminating") is True,
                 models=models,
-                role=role,
+                role=reader.meanings.get(role or "", role),
                 node=_text(endpoint.get("nodeName")),
             )
         )

@@ -44,6 +44,8 @@ class KubernetesOptions(Options):
         lower="only kvroute's probes count",
     )
     role_label: str = option("kvroute.dev/role", "Label with a worker's role.")
+    prefill_labels: tuple[str, ...] = option(("prefill",), "Values of that label that mean prefill workers.")
+    decode_labels: tuple[str, ...] = option(("decode",), "Values of that label that mean decode workers.")
     roles: tuple[str, ...] = option(
         (), "Roles of the workers that join the fleet; empty: all workers, also without a role."
     )
