@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,15 +145,32 @@ def with_tiny_engines(
     spec = EndpointSpec.model_validate(
         {
             "model": plan.model.tiny or TINY_MODEL,
-            "replicas": min(wanted, most_workers),
+            "replicas": None if plan.groups else min(wanted, most_workers),
             "kvCacheSpec": cache,
             "intelligentRoutingSpec": source.spec.intelligent_routing_spec,
             "metrics": source.spec.metrics,
+            "pdSpec": _tiny_groups(plan, most_workers, notes),
             "worker": EndpointWorker.model_validate(worker),
         }
     ).model_copy(update={"model_name": plan.model.served_name})
     head = {"apiVersion": OWN_API, "kind": OWN_KIND, "metadata": source.metadata}
     return EndpointDocument.model_validate({**head, "spec": spec, "x-kvroute": extension}), tuple(notes)
+
+
+def _tiny_groups(plan: EndpointPlan, most_workers: int, notes: list[str]) -> dict[str, object] | None:
+    """`pdSpec` with fewer workers and without the settings of GPUs and nodes."""
+    if not plan.groups:
+        return None
+    stages = {"prefill": "prefillSpec", "decode": "decodingSpec"}
+    settings: dict[str, object] = {"routingThreshold": plan.threshold_tokens}
+    for group in plan.groups:
+        arguments, _ = _tiny_arguments(group.args[len(plan.args) :])
+        settings[stages[group.role]] = {
+            "replicas": min(group.replicas, max(1, most_workers // 2)),
+            "args": arguments,
+        }
+    notes.append("pdSpec without resources, node selectors, topology and autoscalers")
+    return settings
 
 
 def _tiny_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -278,6 +296,7 @@ def site_on_free_ports(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[
             replay_port=find_port(ranks),
             classic_port=find_port(max(1, endpoint.gpus)),
             gpus=shares[number],
+            transfer_port=find_port(1),
         )
         if servers:
             server = servers[number if len(servers) > 1 else 0]
@@ -431,6 +450,11 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
             "use `device: cpu` to compute on cores, or `--engine sim` to simulate the workers",
         )
     try:
+        if endpoint.groups:
+            needs = [own.gpus for own in endpoint.by_role for _ in range(own.replicas)]
+            assign_gpus(gpus, workers=1, tensor_parallel_size=max(1, sum(needs)))
+            ends = list(accumulate(needs))
+            return tuple(gpus[end - need : end] for end, need in zip(ends, needs, strict=True))
         return assign_gpus(gpus, workers=endpoint.replicas, tensor_parallel_size=endpoint.gpus)
     except ConfigError as exc:
         raise ConfigError("spec.replicas", str(exc).removeprefix(f"{exc.path}: ")) from None

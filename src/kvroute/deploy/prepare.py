@@ -292,6 +292,8 @@ async def _engine_programs(
         names = [*(["vllm"] if endpoint.command is None else []), *(["lmcache"] if has_servers else [])]
         return {name: (_installed(name, environ),) for name in names}
     engine = await _engine(venv, console, clock)
+    if endpoint.groups:
+        await install_nixl(engine, report=lambda line: console.print(line, markup=False), clock=clock)
     return {name: (str(engine.script(name)),) for name in ("vllm", "lmcache", "python", "python3")}
 
 

@@ -35,6 +35,8 @@ class KvTransfer:
     port: int
     buffer_device: str | None = None
     """The memory that NIXL registers: `cpu` for CPU engines, None for the engine's default."""
+    on_one_host: bool = True
+    """Whether all engines that exchange KV run on one host."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -49,7 +51,8 @@ class KvTransfer:
     def environment(self) -> dict[str, str]:
         own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}
         # UCX looks for RDMA devices, and there are none for the engines of one machine without GPUs.
-        return own | (_UCX_ON_ONE_HOST if self.buffer_device == "cpu" else {})
+        is_local = self.buffer_device == "cpu" and self.on_one_host
+        return own | (_UCX_ON_ONE_HOST if is_local else {})
 
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}

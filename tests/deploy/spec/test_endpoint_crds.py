@@ -45,7 +45,6 @@ PATTERNED = {
 }
 # Rules over several fields that a document with all fields breaks.
 BROKEN_TOGETHER = {
-    "spec.pdSpec",  # "Prefill and decode apart" is refused in words
     "spec.instanceTypes",  # beside instanceType
     "spec.kubernetes.volumes",  # the model's volume is not among them
 }
@@ -187,7 +186,6 @@ CHOICES = [
     for crd, fields in CRDS.items()
     for path, facts in fields.items()
     if "enum" in facts
-    and not path.startswith("spec.pdSpec")
     and (shape := shape_of_path(crd[0], path)) is not None
     and shape.kind is ValueKind.SCALAR
 ]

@@ -37,7 +37,6 @@ WRONG: dict[str, dict[str, str]] = {
         "spec.worker.image": "huggingface/text-generation-inference:2.4.1 runs Text Generation Inference"
     },
     "jumpstart-old-names": {"kind": "write JumpStartModel"},
-    "prefill-decode": {"spec.pdSpec": "remove pdSpec"},
 }
 
 

@@ -36,7 +36,14 @@ from kvroute.deploy.render.reach import (
     model_folder,
     report_ports,
 )
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, DeploymentSite, ServerSite, WorkerSite, compose_site
+from kvroute.deploy.render.site import (
+    LMCACHE_HTTP_PORT,
+    TRANSFER_PORT,
+    DeploymentSite,
+    ServerSite,
+    WorkerSite,
+    compose_site,
+)
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import gateway_stop_s, worker_grace_s
 from kvroute.deploy.spec.worker import S3Storage
@@ -184,7 +191,7 @@ def _gateway(plan: EndpointPlan, site: DeploymentSite, profile: str) -> Service:
     config = gateway_config(plan, site, names=tuple(dict.fromkeys(("kvroute", site.gateway_host))))
     port = config["server"]["port"]
     command = ["serve", "--host", site.gateway_bind, "--port", str(port), "--state-dir", STATE]
-    command += [f"--worker={worker.name}={worker.url}" for worker in site.workers]
+    command += [f"--{worker.role or 'worker'}={worker.name}={worker.url}" for worker in site.workers]
     command += [f"--set={path}={value}" for path, value in _assignments(plan, config)]
     environment = {
         "KVROUTE__SERVER__API_KEYS": "${KVROUTE_API_KEYS:-}",
@@ -226,6 +233,7 @@ def _flat(path: str, value: Any) -> list[tuple[str, str]]:
 def _worker(
     plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, profile: str, volumes: dict[str, None]
 ) -> Service:
+    plan = plan.of_role(worker.role)
     if plan.is_simulated:
         command = list(worker_argv(plan, worker, site))[1:]
         return _own_image(plan) | {
@@ -274,14 +282,16 @@ def _worker(
 
 
 def _event_ports(plan: EndpointPlan) -> Service:
-    ports = event_ports(plan)
+    ports = dict(event_ports(plan))
+    if plan.group is not None and not plan.is_simulated:
+        ports["transfer"] = TRANSFER_PORT
     return {"expose": [str(port) for port in ports.values()]} if ports else {}
 
 
 def _devices(plan: EndpointPlan, worker: WorkerSite) -> list[str]:
     """The worker's GPU ids. If each worker has one GPU, a variable can select another one."""
     if plan.gpus == 1:
-        letter = worker.name.rpartition("-")[2]
+        letter = worker.name.partition("-")[2]
         return [f"${{GPU_{identifier(letter)}:-{worker.gpus[0]}}}"]
     return list(worker.gpus)
 

@@ -10,7 +10,7 @@ import yaml
 from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, cache_reports, l2_password
-from kvroute.deploy.render.site import DeploymentSite, local_site
+from kvroute.deploy.render.site import DeploymentSite, WorkerSite, local_site
 from kvroute.deploy.shutdown import DRAIN_S, GATEWAY_DELAY_S
 from kvroute.deploy.spec.extension import SecretKey
 from kvroute.routing.registry import needs_of
@@ -36,9 +36,11 @@ def gateway_config(
         "server": server,
         "fleet": {"kubernetes": _label_discovery(plan)}
         if secrets
-        else {"workers": [{"id": worker.name, "url": worker.url} for worker in site.workers]},
+        else {"workers": [_entry(worker) for worker in site.workers]},
         "routing": {"strategy": plan.strategy},
     }
+    if plan.threshold_tokens is not None:
+        config["routing"]["prefill_decode"] = {"threshold_tokens": plan.threshold_tokens}
     if plan.model.store is not None or plan.model.is_own_volume:
         # A worker without --served-model-name serves the model under the name of its folder.
         config["fleet"]["aliases"] = {plan.model.source: plan.model.served_name}
@@ -81,6 +83,11 @@ def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
     if own.get("api_key") or own.get("api_key_file"):
         return None
     return SecretKey(name=f"{plan.name}-gateway-admin", key=ADMIN_KEY)
+
+
+def _entry(worker: WorkerSite) -> dict[str, Any]:
+    entry = {"id": worker.name, "url": worker.url}
+    return entry if worker.role is None else entry | {"role": worker.role}
 
 
 def _label_discovery(plan: EndpointPlan) -> dict[str, Any]:

@@ -22,6 +22,11 @@ LOCKED_DOWN = {
 }
 
 
+ROLE_LABEL = "kvroute.dev/role"
+"""The default of `fleet.kubernetes.role_label`."""
+ZONE_LABEL = "topology.kubernetes.io/zone"
+
+
 def manifest(api: str, kind: str, plan: EndpointPlan, name: str, component: str, **body: Any) -> Manifest:
     """A Kubernetes object named `name` with the endpoint's labels."""
     return {
@@ -51,11 +56,17 @@ def labels(plan: EndpointPlan, component: str) -> dict[str, str]:
 def worker_labels(plan: EndpointPlan) -> dict[str, str]:
     """The labels of worker pods. They also contain the model, for discovery by label."""
     model = re.sub(r"[^A-Za-z0-9_.-]", "-", plan.model.served_name)[:63].strip("-_.")
-    return labels(plan, WORKER) | {"kvroute.dev/model": model}
+    return labels(plan, WORKER) | {"kvroute.dev/model": model} | role_label(plan)
+
+
+def role_label(plan: EndpointPlan) -> dict[str, str]:
+    """The label of worker pods that have a role, by which the gateway finds it."""
+    return {} if plan.group is None else {ROLE_LABEL: plan.group.role}
 
 
 def matching(plan: EndpointPlan, component: str) -> dict[str, Any]:
-    return {"matchLabels": selector(plan, component)}
+    """The selector of a component's pods; of worker pods, of those with the plan's role."""
+    return {"matchLabels": selector(plan, component) | (role_label(plan) if component == WORKER else {})}
 
 
 def http_get(path: str, port: str | int) -> dict[str, Any]:
@@ -126,6 +137,16 @@ def placement(plan: EndpointPlan) -> dict[str, Any]:
     if plan.gpus:
         # The usual taint of nodes with GPUs. Kubernetes adds the toleration only to pods that request GPUs.
         parts["tolerations"] = [{"key": GPU, "operator": "Exists"}]
+    topology = plan.topology
+    nodes = dict(plan.group.node_selector) if plan.group is not None else {}
+    if topology is not None and topology.availability_zone is not None:
+        nodes[ZONE_LABEL] = topology.availability_zone
+    if nodes:
+        parts["nodeSelector"] = nodes
+    if plan.group is not None and (topology is None or topology.same_az):
+        term = {"labelSelector": {"matchLabels": selector(plan, WORKER)}, "topologyKey": ZONE_LABEL}
+        rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+        parts["affinity"] = {**parts.get("affinity", {}), "podAffinity": rule}
     return parts
 
 

@@ -14,6 +14,7 @@ from kvroute.deploy.render.manifest import (
     matching,
 )
 from kvroute.deploy.render.manifest_cache import has_sidecar
+from kvroute.deploy.render.manifest_workers import workload_name
 from kvroute.deploy.render.monitoring import ALL, alert_rules, dashboard_json
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import event_ports, followed_tiers, queries_l2, report_ports
@@ -57,6 +58,9 @@ def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
             worker_rules.append(_allow(scrapers, LMCACHE_HTTP_PORT))
     if has_sidecar(plan):
         worker_rules.append(_allow([gateway], LMCACHE_HTTP_PORT))
+    if plan.groups:
+        # NIXL's side channel has a fixed port, the transfers themselves have none.
+        worker_rules.append({"from": [workers]})
     yield _policy(plan, WORKER, worker_rules)
 
     gateway_rules = [_allow([], plan.extension.gateway.port)]
@@ -108,13 +112,23 @@ def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
     The workers' can follow `kvroute_workers_needed`: as one of KEDA's triggers, or as an external metric.
     """
     routing = plan.spec.intelligent_routing_spec
-    for component, kind, target, scaling in (
-        (WORKER, plan.extension.kubernetes.workload, f"{plan.name}-worker", plan.spec.auto_scaling_spec),
-        (GATEWAY, "Deployment", f"{plan.name}-gateway", routing.auto_scaling_spec if routing else None),
-    ):
+    workload = plan.extension.kubernetes.workload
+    scaled = [
+        (
+            WORKER,
+            workload,
+            workload_name(own),
+            plan.spec.auto_scaling_spec if own.group is None else own.group.scaling,
+        )
+        for own in plan.by_role
+    ]
+    scaled.append(
+        (GATEWAY, "Deployment", f"{plan.name}-gateway", routing.auto_scaling_spec if routing else None)
+    )
+    for component, kind, target, scaling in scaled:
         if scaling is None:
             continue
-        name, reference = f"{plan.name}-{component}", {"apiVersion": "apps/v1", "kind": kind, "name": target}
+        name, reference = target, {"apiVersion": "apps/v1", "kind": kind, "name": target}
         triggers = [_prometheus(each) for each in scaling.prometheus()]
         triggers += [_cloud_watch(each, plan.region or "") for each in scaling.cloud_watch()]
         own = plan.extension.scaling if component == WORKER else None

@@ -29,7 +29,7 @@ from kvroute.deploy.render.manifest_cache import (
 )
 from kvroute.deploy.render.plan import GPU, GPU_PARTITION, EndpointPlan, Model
 from kvroute.deploy.render.reach import event_ports
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, DeploymentSite
+from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, TRANSFER_PORT, DeploymentSite, WorkerSite
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.shutdown import pre_stop, worker_grace_s
 from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
@@ -59,29 +59,47 @@ def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manif
             "ports": ports,
         },
     )
+    for own in plan.by_role:
+        yield _workload(own, site, name)
+    yield disruption_budget(plan, WORKER)
+
+
+def workload_name(plan: EndpointPlan) -> str:
+    """The name of the workers' StatefulSet or Deployment, which begins the names of its pods."""
+    return f"{plan.name}-{plan.group.role if plan.group is not None else 'worker'}"
+
+
+def _workload(plan: EndpointPlan, site: DeploymentSite, name: str) -> Manifest:
+    """The StatefulSet or Deployment of the workers, or of those of one role."""
     settings = plan.extension.kubernetes
     kind = settings.workload
+    scaling = plan.spec.auto_scaling_spec if plan.group is None else plan.group.scaling
     # Without surge, whole nodes are free for the new worker only after the old one has ended.
     surge = {"maxSurge": settings.max_surge, "maxUnavailable": 0 if settings.max_surge else 1}
     of_kind: dict[str, dict[str, Any]] = {
         "StatefulSet": {"serviceName": name, "podManagementPolicy": "Parallel"},
         "Deployment": {"strategy": {"type": "RollingUpdate", "rollingUpdate": surge}},
     }
-    yield manifest(
+    return manifest(
         "apps/v1",
         kind,
         plan,
-        f"{plan.name}-worker",
+        workload_name(plan),
         WORKER,
         spec={
             # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
-            **({} if plan.spec.auto_scaling_spec is not None else {"replicas": plan.replicas}),
+            **({} if scaling is not None else {"replicas": plan.replicas}),
             **of_kind[kind],
             "selector": matching(plan, WORKER),
             "template": pod_template(plan, WORKER, _pod(plan, site), on_worker_nodes=True),
         },
     )
-    yield disruption_budget(plan, WORKER)
+
+
+def _first(plan: EndpointPlan, site: DeploymentSite) -> WorkerSite:
+    """The first worker that the plan is for. All workers of a workload have one template."""
+    role = plan.group.role if plan.group is not None else None
+    return next(worker for worker in site.workers if worker.role == role)
 
 
 def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
@@ -118,7 +136,7 @@ def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
 
 
 def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict[str, Any]:
-    worker = site.workers[0]
+    worker = _first(plan, site)
     argv = worker_argv(plan, worker, site)
     if plan.is_simulated:
         command, args = None, list(argv[1:])
@@ -128,6 +146,8 @@ def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict
         command, args = list(argv[:2]), list(argv[2:])
     ports = [(plan.port_name, plan.port)]
     ports += event_ports(plan).items()
+    if plan.group is not None and not plan.is_simulated:
+        ports.append(("transfer", TRANSFER_PORT))
     container: dict[str, Any] = {
         "name": "worker",
         "image": plan.extension.images.gateway if plan.is_simulated else plan.image,
@@ -149,7 +169,7 @@ def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict
 
 
 def _environment(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
-    worker = site.workers[0]
+    worker = _first(plan, site)
     values = container_environment(plan, worker, site)
     if "LMCACHE_LMCACHE_INSTANCE_ID" in values:
         values["LMCACHE_LMCACHE_INSTANCE_ID"] = "$(POD_NAME)"

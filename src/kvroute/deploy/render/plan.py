@@ -24,6 +24,7 @@ from kvroute.deploy.spec.extension import Extension, SecretKey
 from kvroute.deploy.spec.rules import DEFAULT_PORT, accepts_password, region_of
 from kvroute.deploy.spec.versions import Versions, is_classic, versions_of
 from kvroute.deploy.spec.worker import (
+    AutoScaling,
     EndpointWorker,
     EnvironmentVariable,
     FsxStorage,
@@ -32,6 +33,8 @@ from kvroute.deploy.spec.worker import (
     InvocationPort,
     KvCache,
     ModelSource,
+    PdTopology,
+    PrefillDecode,
     RequestLimits,
     Resources,
     S3Storage,
@@ -95,6 +98,22 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleGroup:
+    """The workers of one role (`pdSpec`)."""
+
+    role: str
+    """`prefill` or `decode`."""
+    replicas: int
+    args: tuple[str, ...]
+    """All arguments of these workers."""
+    resources: Resources
+    gpus: int
+    """GPUs of one worker."""
+    node_selector: Mapping[str, str]
+    scaling: AutoScaling | None
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointPlan:
     """An endpoint with all defaults filled in. `extension` and `spec` have the other settings as written."""
 
@@ -130,6 +149,33 @@ class EndpointPlan:
     """Whether the document is one of HyperPod's: InferenceEndpointConfig or JumpStartModel."""
     token_bytes: int | None = None
     """Bytes of one token's KV cache, over all GPUs of a worker; None: not known."""
+    groups: tuple[RoleGroup, ...] = ()
+    """The workers by role; empty if each one does prefill and decode. `replicas` is their sum."""
+    threshold_tokens: int | None = None
+    """Prompts with more uncached tokens are handed over between the groups; None without groups."""
+    topology: PdTopology | None = None
+    group: RoleGroup | None = None
+    """The group of the workers that this plan is for; None for all of them."""
+
+    def of_role(self, role: str | None) -> EndpointPlan:
+        """The plan for the workers of one role; the plan itself without a role."""
+        group = next((each for each in self.groups if each.role == role), None)
+        if group is None:
+            return self
+        return replace(
+            self,
+            groups=(),
+            group=group,
+            replicas=group.replicas,
+            args=group.args,
+            resources=group.resources,
+            gpus=group.gpus if self.gpus else 0,
+        )
+
+    @property
+    def by_role(self) -> tuple[EndpointPlan, ...]:
+        """The plan for each group of workers; one plan without groups."""
+        return tuple(self.of_role(group.role) for group in self.groups) or (self,)
 
     @property
     def is_simulated(self) -> bool:
@@ -179,6 +225,8 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         replicas = replicas if replicas is not None else document.spec.initial_replica_count
         one = [document.spec.instance_type] if document.spec.instance_type else []
         instance_types = document.spec.instance_types or one
+    groups = _groups(spec.pd_spec, extension, resources, args)
+    pd = spec.pd_spec
     return EndpointPlan(
         name=document.metadata.name,
         namespace=document.metadata.namespace,
@@ -186,7 +234,7 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         spec=spec,
         extension=extension,
         model=model,
-        replicas=1 if replicas is None else replicas,
+        replicas=sum(group.replicas for group in groups) if groups else 1 if replicas is None else replicas,
         image=worker.image or extension.images.worker,
         versions=versions_of(document),
         command=command,
@@ -198,7 +246,7 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         gpus=_gpus(extension, resources, args),
         hash_seed=seeds[-1] if seeds else str(extension.lmcache.hash_seed),
         strategy=routing.routing_strategy if routing.enabled else "roundrobin",
-        cache=_cache(spec.kv_cache_spec, extension, classic=is_classic(document)),
+        cache=None if groups else _cache(spec.kv_cache_spec, extension, classic=is_classic(document)),
         metrics=spec.metrics or MetricsSpec(),
         worker=worker,
         limits=worker.request_limits,
@@ -206,7 +254,33 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         instance_types=tuple(instance_types) if extension.platform == "hyperpod" else (),
         is_hyperpod_document=not isinstance(written, EndpointDocument),
         token_bytes=TINY_MODELS[model.tiny].kv_bytes_per_token if model.tiny is not None else None,
+        groups=groups,
+        threshold_tokens=pd.routing_threshold if pd is not None else None,
+        topology=pd.topology_spec if pd is not None else None,
     )
+
+
+def _groups(
+    pd: PrefillDecode | None, extension: Extension, resources: Resources, args: list[str]
+) -> tuple[RoleGroup, ...]:
+    if pd is None:
+        return ()
+    scaling = pd.auto_scaling_spec
+    stages = (
+        ("prefill", pd.prefill_spec, scaling.prefill_auto_scaling if scaling else None),
+        ("decode", pd.decoding_spec, scaling.decoding_auto_scaling if scaling else None),
+    )
+    groups = []
+    for role, stage, its_scaling in stages:
+        own = [*args, *(stage.args or ())]
+        reserved = stage.resources or resources
+        gpus = _gpus(extension, reserved, own)
+        groups.append(
+            RoleGroup(
+                role, stage.replicas, tuple(own), reserved, gpus, stage.node_selector or {}, its_scaling
+            )
+        )
+    return tuple(groups)
 
 
 VLLM_SERVE: Final = ("vllm", "serve")

@@ -10,6 +10,8 @@ from kvroute.deploy.render.plan import Cache, EndpointPlan, suffix
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 9555
 EVENTS_PORT, REPLAY_PORT = 5557, 6557
 CLASSIC_WORKER_PORT = 8788
+TRANSFER_PORT = 5600
+"""vLLM's default of VLLM_NIXL_SIDE_CHANNEL_PORT."""
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PORT_STRIDE = 10
 """Distance between the ports of two workers on one host, because each rank of a worker needs its own port."""
@@ -44,6 +46,11 @@ class WorkerSite:
     lmcache_port: int
     classic_port: int
     gpus: tuple[str, ...]
+    role: str | None = None
+    """Its role for the gateway; None if all workers do prefill and decode."""
+    transfer_host: str = ""
+    """Where other engines reach its NIXL side channel, at `transfer_port`."""
+    transfer_port: int = TRANSFER_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +103,26 @@ def tier_of(plan: EndpointPlan, host: str, *, on_hyperpod: bool = False) -> L2Ti
     return cache.l2.tier(L2Location(cache.l2_url, plan.extension, host, on_hyperpod))
 
 
+def _placed(plan: EndpointPlan) -> list[tuple[str, str | None, tuple[int, int]]]:
+    """Each worker's suffix and role, and the range of its GPUs on one host."""
+    placed: list[tuple[str, str | None, tuple[int, int]]] = []
+    at = 0
+    for own in plan.by_role:
+        role = own.group.role if own.group is not None else None
+        for number in range(own.replicas):
+            name = suffix(number) if role is None else f"{role}-{suffix(number)}"
+            placed.append((name, role, (at, at + own.gpus)))
+            at += own.gpus
+    return placed
+
+
 def local_site(plan: EndpointPlan) -> DeploymentSite:
     """All parts on this host. The workers' ports start at the spec's port."""
     servers = _server_count(plan, plan.replicas)
     return DeploymentSite(
         workers=tuple(
             WorkerSite(
-                name=f"{plan.name}-{suffix(number)}",
+                name=f"{plan.name}-{name}",
                 url=f"http://{LOOPBACK}:{plan.port + number}",
                 bind=LOOPBACK,
                 port=plan.port + number,
@@ -111,9 +131,12 @@ def local_site(plan: EndpointPlan) -> DeploymentSite:
                 lmcache_host=LOOPBACK,
                 lmcache_port=LMCACHE_PORT + PORT_STRIDE * (number if servers > 1 else 0),
                 classic_port=CLASSIC_WORKER_PORT + PORT_STRIDE * number,
-                gpus=tuple(str(number * plan.gpus + each) for each in range(plan.gpus)),
+                gpus=tuple(map(str, range(*gpus))),
+                role=role,
+                transfer_host=LOOPBACK,
+                transfer_port=TRANSFER_PORT + PORT_STRIDE * number,
             )
-            for number in range(plan.replicas)
+            for number, (name, role, gpus) in enumerate(_placed(plan))
         ),
         servers=tuple(
             ServerSite(
@@ -135,7 +158,8 @@ def local_site(plan: EndpointPlan) -> DeploymentSite:
 def compose_site(plan: EndpointPlan, gateway: str) -> DeploymentSite:
     """Containers that reach each other by service names. `gateway` is the gateway's service name."""
     prefix = "sim" if plan.is_simulated else "vllm"
-    names = [f"{prefix}-{suffix(number)}" for number in range(plan.replicas)]
+    placed = _placed(plan)
+    names = [f"{prefix}-{name}" for name, _, _ in placed]
     servers = _server_count(plan, plan.replicas)
     server_names = [f"lmcache-{suffix(number)}" if servers > 1 else "lmcache" for number in range(servers)]
     service = plan.cache.l2.service_name if plan.cache and plan.cache.l2 else ""
@@ -151,9 +175,11 @@ def compose_site(plan: EndpointPlan, gateway: str) -> DeploymentSite:
                 lmcache_host=server_names[number if servers > 1 else 0] if servers else "",
                 lmcache_port=LMCACHE_PORT,
                 classic_port=CLASSIC_WORKER_PORT,
-                gpus=tuple(str(number * plan.gpus + each) for each in range(plan.gpus)),
+                gpus=tuple(map(str, range(*gpus))),
+                role=role,
+                transfer_host=name,
             )
-            for number, name in enumerate(names)
+            for number, (name, (_, role, gpus)) in enumerate(zip(names, placed, strict=True))
         ),
         servers=tuple(
             ServerSite(
@@ -180,8 +206,8 @@ def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
     return DeploymentSite(
         workers=tuple(
             WorkerSite(
-                name=f"{plan.name}-worker-{number}",
-                url=f"http://{plan.name}-worker-{number}.{domain}:{plan.port}",
+                name=f"{plan.name}-{kind}-{number}",
+                url=f"http://{plan.name}-{kind}-{number}.{domain}:{plan.port}",
                 bind=EVERYWHERE,
                 port=plan.port,
                 events_port=EVENTS_PORT,
@@ -189,9 +215,13 @@ def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
                 lmcache_host=LOOPBACK if per_worker else f"{plan.name}-lmcache",
                 lmcache_port=LMCACHE_PORT,
                 classic_port=CLASSIC_WORKER_PORT,
-                gpus=tuple(str(each) for each in range(plan.gpus)),
+                gpus=tuple(str(each) for each in range(own.gpus)),
+                role=own.group.role if own.group is not None else None,
+                transfer_host="$(POD_IP)",
             )
-            for number in range(workers)
+            for own in plan.by_role
+            for kind in [own.group.role if own.group is not None else "worker"]
+            for number in range(_largest(own) if own.group is not None else workers)
         ),
         servers=tuple(
             ServerSite(
@@ -208,6 +238,12 @@ def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
         gateway_host=f"{plan.name}-gateway-cache",
         is_cluster=True,
     )
+
+
+def _largest(plan: EndpointPlan) -> int:
+    """The largest number of workers of one role."""
+    scaling = plan.group.scaling if plan.group is not None else None
+    return max(plan.replicas, scaling.max_replica_count if scaling is not None else 0)
 
 
 def _server_count(plan: EndpointPlan, replicas: int) -> int:

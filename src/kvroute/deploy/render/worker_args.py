@@ -14,6 +14,7 @@ from kvroute.deploy.vllm_command import (
     CpuPlacement,
     GpuPlacement,
     KvEventsEndpoint,
+    KvTransfer,
     VllmSpec,
     vllm_argv,
     vllm_environment,
@@ -25,12 +26,19 @@ PER_CONTAINER = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND")
 
 def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, core: int = 0) -> VllmSpec:
     """The `VllmSpec` of one worker. `core` is its core on a CPU."""
+    plan = plan.of_role(worker.role)
     extra: list[str] = []
     if plan.model.hub is not None and plan.model.hub.commit_sha is not None:
         extra += ["--revision", plan.model.hub.commit_sha]
-    transfer = connector(plan, worker)
-    if transfer is not None:
-        extra += ["--kv-transfer-config", compact(transfer)]
+    lmcache = connector(plan, worker)
+    if lmcache is not None:
+        extra += ["--kv-transfer-config", compact(lmcache)]
+    transfer = None
+    if worker.role is not None:
+        device = None if plan.gpus else "cpu"
+        transfer = KvTransfer(
+            worker.role, worker.transfer_host, worker.transfer_port, device, on_one_host=site.is_local
+        )
     if not site.is_local:  # a local engine has no image tag, so its version is not known
         extra += shutdown_arguments(plan)
     own = {
@@ -56,6 +64,7 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, c
         kv_events=KvEventsEndpoint(f"tcp://*:{worker.events_port}", f"tcp://*:{worker.replay_port}")
         if plan.has_events
         else None,
+        transfer=transfer,
         extra_args=(*extra, *plan.args),
         extra_env=own | worker_environment(plan, worker, site),
     )
@@ -63,10 +72,12 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, c
 
 def worker_argv(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite) -> tuple[str, ...]:
     """The command line of one worker. The user's options replace the rendered ones."""
+    plan = plan.of_role(worker.role)
     if plan.is_simulated:
         return (
             *("kvroute", "sim", "--host", worker.bind, "--port", str(worker.port)),
             *("--model", plan.model.served_name, *_sim_events(plan, worker, site)),
+            *(("--nixl",) if worker.role is not None else ()),
         )
     spec = vllm_spec(plan, worker, site)
     argv = vllm_argv(spec)

@@ -93,14 +93,12 @@ def rule_findings(document: Document, strategies: Collection[str]) -> Iterator[R
 
 
 def early_findings(data: Mapping[str, Any]) -> Iterator[RuleFinding]:
-    """Yield verdicts of an image and of `pdSpec` in a document that has errors in other fields."""
+    """Yield verdicts of an image in a document that has errors in other fields."""
     spec = data.get("spec")
     worker = spec.get("worker") if isinstance(spec, dict) else None
     image = worker.get("image") if isinstance(worker, dict) else None
     if isinstance(image, str):
         yield from _other_server(image)
-    if isinstance(spec, dict) and isinstance(spec.get("pdSpec"), dict):
-        yield from _prefill_decode()
 
 
 def _hub_model(document: JumpStartModel) -> Iterator[RuleFinding]:
@@ -456,17 +454,21 @@ def region_of(document: WorkerDocument) -> str | None:
     return store.region if store is not None else None
 
 
-def _prefill_decode() -> Iterator[RuleFinding]:
-    yield _wrong(
-        ("spec", "pdSpec"),
-        "kvroute does not run prefill and decode on different workers yet: remove pdSpec, and all workers "
-        "(replicas, worker.args, worker.resources) do both",
-    )
+def _prefill_decode(document: WorkerDocument) -> Iterator[RuleFinding]:
+    spec = document.spec
+    if spec.replicas is not None:
+        yield _noted(("spec", "replicas"), "pdSpec has the number of workers of each group")
+    if isinstance(document, InferenceEndpointConfig) and document.spec.initial_replica_count is not None:
+        yield _noted(("spec", "InitialReplicaCount"), "pdSpec has the number of workers of each group")
+    if spec.auto_scaling_spec is not None:
+        yield _noted(("spec", "autoScalingSpec"), "pdSpec has the autoscaler of each group")
+    if spec.kv_cache_spec is not None:
+        yield _noted(_CACHE, "workers with roles exchange KV by vLLM's NixlConnector, without LMCache")
 
 
 def _scaling(document: WorkerDocument) -> Iterator[RuleFinding]:
     if document.spec.pd_spec is not None:
-        yield from _prefill_decode()
+        yield from _prefill_decode(document)
     routing = document.spec.intelligent_routing_spec
     for path, scaling in (
         (("spec", "autoScalingSpec"), document.spec.auto_scaling_spec),

@@ -248,37 +248,38 @@ class AutoScaling(Fields):
         return self.prometheus_trigger_list or ([self.prometheus_trigger] if self.prometheus_trigger else [])
 
 
-_NO_SPLIT = "kvroute sends prefill and decode of a request to one worker"
-
-
 class PdTopology(Fields):
-    same_az: bool = noted(True, because=_NO_SPLIT, alias="sameAZ")
-    availability_zone: str | None = noted(because=_NO_SPLIT)
-    placement_group: str | None = noted(because=_NO_SPLIT)
+    same_az: bool = applied(
+        True, becomes="prefill and decode workers in one zone (Kubernetes)", alias="sameAZ"
+    )
+    availability_zone: str | None = applied(becomes="the zone of the workers' nodes (Kubernetes)")
+    placement_group: str | None = noted(because="nodes have no label with their placement group")
 
 
 class PdStage(Fields):
-    args: list[str] | None = noted(because=_NO_SPLIT)
-    node_selector: dict[str, str] | None = noted(because=_NO_SPLIT)
-    replicas: int = noted(1, because=_NO_SPLIT, ge=1)
-    resources: Resources | None = noted(because=_NO_SPLIT)
+    """One of the two groups of workers."""
+
+    args: list[str] | None = applied(becomes="options of the group's workers, after spec.worker.args")
+    node_selector: dict[str, str] | None = applied(becomes="the nodes of the group's workers (Kubernetes)")
+    replicas: int = applied(1, becomes="the number of the group's workers", ge=1)
+    resources: Resources | None = section()
 
 
 class PdAutoScaling(Fields):
     """The limits and triggers of each of the two groups of workers."""
 
-    decoding_auto_scaling: AutoScaling | None = noted(because=_NO_SPLIT)
-    prefill_auto_scaling: AutoScaling | None = noted(because=_NO_SPLIT)
+    decoding_auto_scaling: AutoScaling | None = section()
+    prefill_auto_scaling: AutoScaling | None = section()
 
 
 class PrefillDecode(Fields):
-    """Prefill and decode on different workers. Read and refused: kvroute does not support it yet."""
+    """Prefill and decode on different workers."""
 
-    prefill_spec: PdStage = noted(..., because=_NO_SPLIT)
-    decoding_spec: PdStage = noted(..., because=_NO_SPLIT)
-    auto_scaling_spec: PdAutoScaling | None = noted(because=_NO_SPLIT)
-    routing_threshold: int = noted(4096, because=_NO_SPLIT, ge=0)
-    topology_spec: PdTopology | None = noted(because=_NO_SPLIT)
+    prefill_spec: PdStage = section(...)
+    decoding_spec: PdStage = section(...)
+    auto_scaling_spec: PdAutoScaling | None = section()
+    routing_threshold: int = applied(4096, becomes="routing.prefill_decode.threshold_tokens", ge=0)
+    topology_spec: PdTopology | None = section()
 
 
 class L2Cache(Fields):
