@@ -296,7 +296,7 @@ def site_on_free_ports(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[
             replay_port=find_port(ranks),
             classic_port=find_port(max(1, endpoint.gpus)),
             gpus=shares[number],
-            transfer_port=find_port(1),
+            transfer_port=find_port(1) if worker.role is not None else worker.transfer_port,
         )
         if servers:
             server = servers[number if len(servers) > 1 else 0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvroute.deploy.endpoint import with_tiny_engines
 from kvroute.deploy.render.kubernetes import kubernetes_objects
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.render.registry import TARGETS
@@ -79,6 +80,64 @@ def test_the_samples_of_both_kinds_include_both_versions():
     assert {
         (kind, v) for kind in ("InferenceEndpointConfig", "JumpStartModel") for v in ("v1", "v1alpha1")
     } <= kinds
+
+
+def test_prefill_and_decode_become_two_groups_of_workers(plan):
+    made = plan(SAMPLES["prefill-decode"])
+    objects = [each for objects in kubernetes_objects(made).values() for each in objects]
+    sets = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "StatefulSet"}
+
+    assert set(sets) == {"apart-prefill", "apart-decode"}
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        spec = sets[f"apart-{role}"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert labels["kvroute.dev/role"] == role
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        assert "replicas" not in spec  # its autoscaler decides
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert f'"kv_role":"{kv_role}"' in str(container["args"])
+        assert '"kv_load_failure_policy":"recompute"' in str(container["args"])
+        assert ("--max-num-seqs" in container["args"]) is (role == "decode")
+        assert {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"} in container["env"]
+        zone = {"topology.kubernetes.io/zone": "us-east-2a"}
+        assert pod["nodeSelector"] == (zone | ({"pool": "decode"} if role == "decode" else {}))
+        assert "podAffinity" in pod["affinity"]
+    scaled = {each["metadata"]["name"] for each in objects if each["kind"] == "HorizontalPodAutoscaler"}
+    assert scaled == {"apart-prefill", "apart-decode"}
+    policies = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
+    assert any(set(rule) == {"from"} for policy in policies for rule in policy["ingress"])
+
+
+def test_on_one_host_the_two_groups_have_their_own_gpus_and_roles(plan):
+    made = plan(SAMPLES["prefill-decode"])
+    config = yaml.safe_load(TARGETS["config"].render(made)["kvroute.yaml"])
+    compose = yaml.safe_load(TARGETS["compose"].render(made)["docker-compose.yml"])["services"]
+
+    assert [(each["id"], each["role"]) for each in config["fleet"]["workers"]] == [
+        ("apart-prefill-a", "prefill"),
+        ("apart-decode-a", "decode"),
+    ]
+    assert config["routing"]["prefill_decode"] == {"threshold_tokens": 4096}
+    assert {"vllm-prefill-a", "vllm-decode-a", "sim-prefill-a", "sim-decode-a"} <= set(compose)
+    devices = [
+        compose[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name in ("vllm-prefill-a", "vllm-decode-a")
+    ]
+    assert devices == [[str(gpu) for gpu in range(8)], [str(gpu) for gpu in range(8, 16)]]
+    assert any("--prefill=vllm-prefill-a=http://" in word for word in compose["kvroute-gpu"]["command"])
+    assert compose["vllm-decode-a"]["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "vllm-decode-a"
+    assert "--nixl" in compose["sim-decode-a"]["command"]
+
+
+def test_with_a_tiny_model_both_groups_run_on_one_machine(read):
+    small, _ = with_tiny_engines(read(SAMPLES["prefill-decode"]).document)
+    made = plan_endpoint(small)
+
+    assert [(group.role, group.replicas) for group in made.groups] == [("prefill", 1), ("decode", 1)]
+    assert made.threshold_tokens == 4096
+    assert made.gpus == 0
+    assert "kv_buffer_device" in TARGETS["worker-args"].render(made)["worker-args.sh"]
 
 
 def objects_of(plan):
