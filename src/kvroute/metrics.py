@@ -57,13 +57,13 @@ class Series:
     def answered(
         self,
         duration_s: float,
-        first_byte_s: float,
+        first_byte_s: float | None,
         prompt_tokens: int,
         hit_tokens: int,
         by_tier: tuple[int, int, int] | None = None,
     ) -> None:
         """Count one finished request whose answer had at least one byte, with its routed and predicted
-        tokens.
+        tokens. `first_byte_s` is None if the first byte is not seen (`Record.is_unseen`).
 
         `by_tier` divides the predicted tokens into GPU, L1 and L2; without it all of them are the GPU's.
         """
@@ -81,7 +81,8 @@ class Series:
         matched.later(hit_tokens)
         requests.value += 1.0
         duration.later(duration_s)
-        first_byte.later(first_byte_s)
+        if first_byte_s is not None:
+            first_byte.later(first_byte_s)
 
     def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Count the tokens that a worker's `usage` reported."""
@@ -326,6 +327,18 @@ class Metrics(Collector):
         )
         self.tls_reloads = self._counter(
             "kvroute_tls_reloads", "Changed files of server.tls that were loaded or refused.", ["outcome"]
+        )
+        self.epp_streams = self._counter(
+            "kvroute_epp_streams",
+            "Streams of Envoy's filters at the endpoint picker, by the part of a request that they show "
+            "(whole, pick or watch) and by how they ended.",
+            ["part", "end"],
+        )
+        self.epp_response_bodies = self._counter(
+            "kvroute_epp_response_bodies", "Pieces of answers that passed the endpoint picker.", []
+        )
+        self.epp_not_served = self._counter(
+            "kvroute_epp_not_served", "Picked requests that Envoy could not send to this worker.", ["worker"]
         )
         self.key_requests = self._counter(
             "kvroute_key_requests", "Requests that were admitted, by the name of their key.", ["key"]

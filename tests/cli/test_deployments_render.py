@@ -22,6 +22,7 @@ MAIN_FILE = {
     "lmcache": "lmcache.yaml",
     "worker-args": "worker-args.sh",
     "config": "kvroute.yaml",
+    "envoy": "envoy.yaml",
 }
 
 

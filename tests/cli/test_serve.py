@@ -18,7 +18,7 @@ def served(monkeypatch):
     """What `serve` would run; the server itself is replaced."""
     configs = []
 
-    def run(config, source, signature):
+    def run(config, source, signature, *, is_picker):
         configs.append(config)
         return 3
 

@@ -14,10 +14,12 @@ from tests.support.waiting import until
 from tests.support.workers import ScriptedWorker, scripted_worker
 
 from kvroute.app.config import Config
+from kvroute.app.listening import picker_listener, picker_plane
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
 from kvroute.clock import Clock
 from kvroute.fleet.worker import HealthState
+from kvroute.gateway.dataplane import DataPlane
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 
@@ -40,6 +42,8 @@ class Gateway:
     runtime: Runtime
     client: httpx.AsyncClient
     server: GatewayServer
+    grpc_port: int = 0
+    """The port of an endpoint picker's gRPC listener."""
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a change that a background task makes."""
@@ -59,11 +63,15 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(config: Config, clock: Clock | None = None) -> AsyncIterator[Gateway]:
+async def gateway(
+    config: Config, clock: Clock | None = None, *, is_picker: bool = False
+) -> AsyncIterator[Gateway]:
     async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(Runtime(config, clock))
+        plane_type = picker_plane() if is_picker else DataPlane
+        runtime = await stack.enter_async_context(Runtime(config, clock, plane_type=plane_type))
         settings = uvicorn_config(config, runtime)
-        server = GatewayServer(settings, runtime, config.server)
+        picker = picker_listener(config, runtime.fleet, runtime.plane, settings) if is_picker else None
+        server = GatewayServer(settings, runtime, config.server, picker=picker)
         settings.load()
         server.lifespan = settings.lifespan_class(settings)
         await server.startup()
@@ -79,7 +87,7 @@ async def gateway(config: Config, clock: Clock | None = None) -> AsyncIterator[G
                 auth=admin_key,
             )
         )
-        running = Gateway(f"http://{host}:{port}", runtime, client, server)
+        running = Gateway(f"http://{host}:{port}", runtime, client, server, picker.port if picker else 0)
         try:
             yield running
         finally:

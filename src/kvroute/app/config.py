@@ -26,6 +26,7 @@ from kvroute.app.config_loading import (
 )
 from kvroute.app.config_paths import Path, dotted
 from kvroute.app.metrics_compat import MetricsOptions
+from kvroute.epp.endpoints import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
@@ -60,6 +61,7 @@ class Config(Options):
     lmcache: LMCacheOptions = option(default_factory=LMCacheOptions)
     admission: AdmissionOptions = option(default_factory=AdmissionOptions)
     scaling: ScalingOptions = option(default_factory=ScalingOptions)
+    epp: EppOptions = option(default_factory=EppOptions)
     upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)

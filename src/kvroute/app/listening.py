@@ -1,4 +1,4 @@
-"""Accepts client connections on the listening sockets, with TLS if it is configured."""
+"""Accepts connections: of clients, with TLS if it is configured, and of Envoy at an endpoint picker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import uvicorn
 
 from kvroute.app.background_tasks import BackgroundTasks
+from kvroute.app.config import Config
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
+from kvroute.fleet.fleet import Fleet
+from kvroute.gateway.asgi import Application
+from kvroute.gateway.dataplane import DataPlane
 from kvroute.metrics import Metrics
 from kvroute.tallies import Family, Tally
 from kvroute.tls import ServerTlsOptions, expiry, server_context, signatures
+
+if TYPE_CHECKING:
+    from kvroute.epp.service import Listener
 
 log = logging.getLogger(__name__)
 
@@ -221,3 +231,40 @@ class TlsListener:
         else:
             self._reloads.labels("loaded").inc()
             log.info("the changed TLS files are loaded; new connections use them")
+
+
+def check_picker(config: Config) -> None:
+    """Raise ConfigError if this configuration or installation cannot run an endpoint picker."""
+    if config.server.processes > 1:
+        raise ConfigError(
+            "server.processes", "an endpoint picker is one process: run several pickers, and let Envoy choose"
+        )
+    try:
+        picker_plane()
+    except ImportError as error:
+        raise ConfigError(
+            "", f"kvroute epp needs more packages ({error.name}): pip install 'kvroute[epp]'"
+        ) from error
+
+
+def picker_plane() -> type[DataPlane]:
+    """The data plane of an endpoint picker. Raises ImportError without the extra `epp`."""
+    # Imported late: gRPC takes memory that a gateway does not need.
+    from kvroute.epp.picker import PickerPlane
+
+    return PickerPlane
+
+
+def picker_listener(config: Config, fleet: Fleet, plane: DataPlane, http: uvicorn.Config) -> Listener:
+    """The gRPC listener of a picker, whose plane is a `PickerPlane`. `http` is its HTTP listener."""
+    from kvroute.epp.endpoints import Endpoints
+    from kvroute.epp.picker import PickerPlane
+    from kvroute.epp.service import ExternalProcessor, Health, Listener
+
+    options = config.server
+    assert isinstance(plane, PickerPlane)
+    endpoints = Endpoints(fleet, plane.clock, config.epp.resolve_interval_s)
+    front = cast(Application, http.app)
+    processor = ExternalProcessor(plane, endpoints, config.epp, front, options.root_path)
+    health = Health(plane, fleet.reasons_not_ready)
+    return Listener(processor, health, endpoints, options.host, options.port, options.tls)

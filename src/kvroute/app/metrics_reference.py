@@ -81,6 +81,11 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "worker_index_blocks": "How much does each worker hold?",
             "index_evicted_blocks": "Which worker's cache is too small for its traffic?",
         },
+        "Endpoint picker": {
+            "epp_streams": "Do Envoy's filters show how requests end?",
+            "epp_response_bodies": "Do tokens pass the picker, because Envoy's configuration sends them?",
+            "epp_not_served": "Which worker could Envoy not reach?",
+        },
         "Cache map (what workers announce)": {
             "map_blocks": "How many different blocks are on the map?",
             "map_bytes": "How much memory do they need?",

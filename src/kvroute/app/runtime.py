@@ -99,14 +99,16 @@ class Runtime:
         *,
         keep_recording_s: float = KEEP_RECORDING_S,
         in_force: InForce | None = None,
+        plane_type: type[DataPlane] = DataPlane,
     ) -> None:
-        """`keep_recording_s`: see `LiveFigures`."""
+        """`keep_recording_s`: see `LiveFigures`. `plane_type`: the class of `plane`."""
         self._config = config
         if replica is None and config.sharing.is_on:
             from kvroute.app.replica import Replica
 
             replica = Replica.of_one_process(config.sharing, clock or SystemClock())
         mesh = None if replica is None else replica.mesh
+        self._plane_type = plane_type
         self._keep_recording_s = keep_recording_s
         self._admin_keys = admin_keys if admin_keys is not None else AdminKeys(config.admin.keys)
         self._clock = clock = clock or SystemClock()
@@ -425,7 +427,7 @@ class Runtime:
         queue = None
         if self._permits is not None:
             queue = RequestQueue(config.admission, self._permits, self.fleet, self.metrics, self._clock)
-        return DataPlane(
+        return self._plane_type(
             planner,
             stored,
             deps,

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvroute import __version__
 from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 from kvroute.app.config import Config, ConfigSource, check_files
-from kvroute.app.listening import Backlog, TlsListener
+from kvroute.app.listening import Backlog, TlsListener, check_picker, picker_listener, picker_plane
 from kvroute.app.reloading import InForce, SharedReload, reloading
 from kvroute.app.replica import Replica, redis_channel
 from kvroute.app.runtime import Runtime
@@ -36,6 +36,7 @@ from kvroute.errors import ConfigError
 from kvroute.gateway.access import AdminKeys
 from kvroute.gateway.admin_guard import key_lines, key_path, read_or_create_key, user_state_folder
 from kvroute.gateway.application import Front
+from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
@@ -47,6 +48,9 @@ from kvroute.replicas.mesh import Mesh, SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 from kvroute.tls import Signature
 
+if TYPE_CHECKING:
+    from kvroute.epp.service import Listener
+
 log = logging.getLogger(__name__)
 
 
@@ -56,9 +60,11 @@ class AdminAccess:
     Mutable: `listens_on` adds the key of a port before the gateway accepts requests on the port.
     """
 
-    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, environ: Mapping[str, str], port: int | None = None) -> None:
+        """`port`: of the HTTP listener, if it is not `server.port`."""
         self.keys = AdminKeys(config.admin.keys)
         self._config = config
+        self._port = config.server.port if port is None else port
         self._environ = environ
         self._is_configured = bool(config.admin.keys)
         self._files: dict[int, Path] = {}
@@ -90,7 +96,7 @@ class AdminAccess:
 
     def close(self) -> None:
         """Remove the key files of ports that the system chose: no gateway will use these ports again."""
-        if self._config.server.port == 0:
+        if self._port == 0:
             for path in self._files.values():
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -128,9 +134,11 @@ class GatewayServer(uvicorn.Server):
         options: ServerOptions,
         process: ListeningProcess | None = None,
         access: AdminAccess | None = None,
+        picker: Listener | None = None,
     ) -> None:
         super().__init__(config)
         self._access = access
+        self._picker = picker
         self._process = process
         self._runtime = runtime
         self._delay_s = options.shutdown_delay_s
@@ -170,6 +178,8 @@ class GatewayServer(uvicorn.Server):
             shown = f"[{host}]" if ":" in host else host
             log.info("kvroute %s listens on %s://%s:%d", __version__, scheme, shown, port)
             log.info("the live page is at %s://%s:%d/ui#key=ADMIN-KEY", scheme, shown, port)
+        if self._picker is not None:
+            await self._picker.start()
 
     async def _bind(self) -> Sequence[socket.SocketType]:
         """Bind the configured address as uvicorn does, without accepting connections. Raises SystemExit."""
@@ -231,6 +241,9 @@ class GatewayServer(uvicorn.Server):
             )
             self._close_after_answers()  # again: until now uvicorn has replaced the headers every second
             await self._wait(self._delay_s)
+        if self._picker is not None:
+            # Streams that Envoy has opened are still answered.
+            await self._picker.close(self._drain_timeout_s, self._next_stage)
         plane.admission.close()
         if self._tls is not None:
             await self._tls.aclose()
@@ -314,8 +327,14 @@ class ListeningProcess:
     reload: SharedReload
 
 
-def run(config: Config, source: ConfigSource | None = None, signature: Signature | None = None) -> int:
-    """Serve until SIGTERM or SIGINT (see `GatewayServer`).
+def run(
+    config: Config,
+    source: ConfigSource | None = None,
+    signature: Signature | None = None,
+    *,
+    is_picker: bool = False,
+) -> int:
+    """Serve until SIGTERM or SIGINT (see `GatewayServer`); as an endpoint picker if `is_picker`.
 
     `source`: where `config` comes from, for SIGHUP; `signature`: of its file when it was read. Returns the
     exit code: 0 after an orderly shutdown, 1 if the gateway could not start. Raises ConfigError, for example
@@ -325,16 +344,20 @@ def run(config: Config, source: ConfigSource | None = None, signature: Signature
     raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler
     check_files(config)
-    access = AdminAccess(config, os.environ)
+    port = config.server.port
+    if is_picker:
+        check_picker(config)
+        port = config.epp.http_port
+    access = AdminAccess(config, os.environ, port)
     source = source or ConfigSource()
     in_force = InForce.at_start(config, str(source), SystemClock(), signature)
     try:
         if config.server.processes > 1:
             return run_processes(in_force, access, source)
-        if config.server.port:
+        if port:
             # Before the socket is opened: a bad key file is reported before a client can connect.
-            access.listens_on(config.server.port)
-        return run_one(in_force, access, source)
+            access.listens_on(port)
+        return run_one(in_force, access, source, is_picker=is_picker)
     finally:
         access.close()
 
@@ -344,11 +367,13 @@ def run_one(
     access: AdminAccess,
     source: ConfigSource,
     make_process: Callable[[], ListeningProcess] | None = None,
+    *,
+    is_picker: bool = False,
 ) -> int:
     """Serve in this process. With several processes, `make_process` is called inside the event loop."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(in_force, access, source, make_process))
+        return runner.run(_serve(in_force, access, source, make_process, is_picker=is_picker))
 
 
 def raise_descriptor_limit() -> int:
@@ -371,20 +396,30 @@ async def _serve(
     access: AdminAccess,
     source: ConfigSource,
     make_process: Callable[[], ListeningProcess] | None,
+    *,
+    is_picker: bool = False,
 ) -> int:
     config = in_force.config
     process = make_process() if make_process is not None else None
     replica = process.replica if process else None
-    runtime = Runtime(in_force.construction, replica=replica, admin_keys=access.keys, in_force=in_force)
+    runtime = Runtime(
+        in_force.construction,
+        replica=replica,
+        admin_keys=access.keys,
+        in_force=in_force,
+        plane_type=picker_plane() if is_picker else DataPlane,
+    )
     shared = process.reload if process else None
     poll_s = config.server.config_poll_s if replica is None or replica.number == 0 else 0.0
     async with runtime, reloading(runtime.reload, source, shared, poll_s):
+        http = uvicorn_config(config, runtime, config.epp.http_port if is_picker else config.server.port)
         server = GatewayServer(
-            uvicorn_config(config, runtime),
+            http,
             runtime,
             config.server,
             process,
             None if process else access,  # with several processes the parent has read the key
+            picker_listener(config, runtime.fleet, runtime.plane, http) if is_picker else None,
         )
         # Objects from the start are never freed, so they are excluded from collections. A request leaves few
         # reference cycles, so collections can be rare.
@@ -403,13 +438,16 @@ async def _serve(
     return 0 if server.started else 1
 
 
-def uvicorn_config(config: Config, runtime: Runtime) -> uvicorn.Config:
-    """uvicorn configured for a relay: it adds no headers, and has no lifespan and no access log."""
+def uvicorn_config(config: Config, runtime: Runtime, port: int | None = None) -> uvicorn.Config:
+    """uvicorn configured for a relay: it adds no headers, and has no lifespan and no access log.
+
+    `port`: instead of `server.port`.
+    """
     options = config.server
     return uvicorn.Config(
         Front(runtime.application, runtime.plane, options.trusted_proxies, options.root_path),
         host=options.host,
-        port=options.port,
+        port=options.port if port is None else port,
         backlog=options.backlog,
         http=_protocol(config, runtime),
         ws="none",

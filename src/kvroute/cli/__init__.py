@@ -12,6 +12,7 @@ from kvroute import __version__
 
 COMMANDS = {
     "serve": ("kvroute.cli.serve", "Run the gateway."),
+    "epp": ("kvroute.cli.serve", "Run an endpoint picker: Envoy relays, kvroute decides."),
     "vllm-router": ("kvroute.cli.serve", "Run the gateway with a command line of production-stack's router."),
     "up": ("kvroute.cli.deployments", "Run the gateway and its workers as local processes."),
     "ps": ("kvroute.cli.deployments", "List what `kvroute up` runs."),

@@ -367,13 +367,34 @@ def vllm_router(loaded: Loaded) -> None:
     _run(loaded)
 
 
-def _run(loaded: Loaded) -> None:
+def _picker_settings(flags: dict[str, Any]) -> tuple[list[ConfigSetting], FlagFile | None]:
+    return [
+        ConfigSetting(("epp", name), flags[name], f"--{name.replace('_', '-')}")
+        for name in ("http_port", "fallbacks")
+        if flags[name] is not None
+    ], None
+
+
+@click.command()
+@click.option("--http-port", help="Port of /metrics, /ready, the admin API and the live page.")
+@click.option("--fallbacks", help="Addresses after the first one that Envoy gets.")
+@configured(more=_picker_settings)
+def epp(loaded: Loaded) -> None:
+    """Run an endpoint picker: Envoy relays the requests and asks this process which worker gets each one.
+
+    It takes the options of `kvroute serve`; --host and --port are those of its gRPC listener (ext_proc). See
+    docs/endpoint-picker.md.
+    """
+    _run(loaded, is_picker=True)
+
+
+def _run(loaded: Loaded, *, is_picker: bool = False) -> None:
     require_workers(loaded.config)
     from kvroute.app.server import (
         run,
     )  # imported late: a wrong configuration is reported without loading the server
 
-    sys.exit(run(loaded.config, loaded.source, loaded.signature))
+    sys.exit(run(loaded.config, loaded.source, loaded.signature, is_picker=is_picker))
 
 
 def require_workers(config: Config) -> None:

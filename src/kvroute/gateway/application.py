@@ -152,7 +152,7 @@ async def _validation_error(_request: Request, error: Exception) -> Response:
     return _answer(InvalidRequest(f"{name}: {first['msg']}", param=name))
 
 
-_may_mislead = re.compile(
+may_mislead = re.compile(
     rb"(?:^|/|\\)(?:\.|%2e){1,2}(?:$|/|\\|%2f|%5c|;)|%2f|%5c|%00|\\", re.IGNORECASE
 ).search
 """Paths that a proxy, the gateway and a worker may interpret differently."""
@@ -193,7 +193,7 @@ class Front:
                 # Names of models contain slashes, which OpenAI's clients encode. Workers do not get this
                 # path.
                 path = _encoded_slash.sub(b"/", path)
-            if _may_mislead(path):
+            if may_mislead(path):
                 await self._refuse(send)
                 return
             if scope["method"] == "POST":

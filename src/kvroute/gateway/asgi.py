@@ -13,8 +13,9 @@ from typing import Any
 
 from kvroute.errors import BodyTooLarge, GatewayError, InvalidRequest, KvrouteError
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Headers, field_pairs, header
-from kvroute.gateway.journal import InFlightRequest
+from kvroute.gateway.downstream import Downstream, Headers, field_pairs, header
+from kvroute.gateway.journal import InFlightRequest, Record
+from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.stored import check_response_id
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.isolation import check_response_owner
@@ -189,6 +190,45 @@ class AsgiAnswer:
             changed.set_result(None)
 
 
+async def relay_body(
+    plane: DataPlane,
+    endpoint: Endpoint,
+    body: bytes,
+    target: bytes,
+    headers: Headers,
+    fields: bytes,
+    record: Record,
+    client: Downstream,
+) -> InFlightRequest:
+    """Parse the complete body of an admitted request and relay the request. See `DataPlane.relay`."""
+    request = await plane.bodies.read_in_steps(endpoint, body, headers)
+    owner = None
+    if endpoint.stores_response and (previous := request.text("previous_response_id")):
+        check_response_owner(plane.tenant(headers), previous, "previous_response_id")
+        owner = await plane.stored.find(previous)
+    return plane.relay(request, target, headers, fields, record, client, owner)
+
+
+async def stored_plan(
+    plane: DataPlane,
+    response_id: str,
+    method: bytes,
+    body: bytes,
+    target: bytes,
+    headers: Headers,
+    record: Record,
+) -> RequestPlan:
+    """Plan an admitted request for a stored response. Raises GatewayError."""
+    client = plane.admission.keys.client(headers)
+    record.key = "" if client is None else client.key.name
+    check_response_id(response_id)
+    check_response_owner(plane.tenant(headers), response_id, "id")
+    owner = await plane.stored.find(response_id)
+    plan = plane.stored.plan(method, target, body, owner, plane.clock.now())
+    record.decision = plan.decision
+    return plan
+
+
 class InferenceEndpoint:
     """One row of the endpoint table as an ASGI application."""
 
@@ -206,14 +246,9 @@ class InferenceEndpoint:
             plane.admission.check(headers)
             body = await read_body(receive, headers, plane.max_body_bytes)
             record.started = plane.clock.now()
-            request = await plane.bodies.read_in_steps(endpoint, body, headers)
-            owner = None
-            if endpoint.stores_response and (previous := request.text("previous_response_id")):
-                check_response_owner(plane.tenant(headers), previous, "previous_response_id")
-                owner = await plane.stored.find(previous)
             fields = _relayed_fields(plane, headers)
             target = _target(scope, self._path)
-            exchange = plane.relay(request, target, headers, fields, record, answer, owner)
+            exchange = await relay_body(plane, endpoint, body, target, headers, fields, record, answer)
         except ClientDisconnected:
             plane.client_left(record)
         except GatewayError as error:
@@ -241,18 +276,11 @@ class StoredResponseEndpoint:
         answer = AsgiAnswer(plane.held_bytes, takes_fields=disconnect_signal_of(scope) is not None)
         try:
             plane.admission.check(headers)
-            client = plane.admission.keys.client(headers)
-            record.key = "" if client is None else client.key.name
             body = await read_body(receive, headers, plane.max_body_bytes)
             record.started = plane.clock.now()
-            response_id = scope["path_params"]["response_id"]
-            check_response_id(response_id)
-            check_response_owner(plane.tenant(headers), response_id, "id")
-            owner = await plane.stored.find(response_id)
-            now = plane.clock.now()
             target = _target(scope, scope["path"].encode())
-            plan = plane.stored.plan(scope["method"].encode(), target, body, owner, now)
-            record.decision = plan.decision
+            method, response_id = scope["method"].encode(), scope["path_params"]["response_id"]
+            plan = await stored_plan(plane, response_id, method, body, target, headers, record)
             exchange = plane.start(plan, _relayed_fields(plane, headers), record, answer)
         except ClientDisconnected:
             plane.client_left(record)

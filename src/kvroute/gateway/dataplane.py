@@ -469,7 +469,7 @@ class DataPlane:
         record: Record,
         client: Downstream,
         entry: QueueEntry | None = None,
-    ) -> Exchange:
+    ) -> InFlightRequest:
         """Start an exchange. It ends by itself, or by `Exchange.end`. `entry`: its entry in the queue."""
         deps, admission = self.deps, self.admission
         if record.use is not None:

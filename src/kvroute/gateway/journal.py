@@ -129,6 +129,8 @@ class Record(Struct, eq=False, gc=False):
     """Seconds that the request waited for a permit of a worker."""
     streamed: bool = False
     """Whether the answer is an event stream."""
+    is_unseen: bool = False
+    """The answer does not pass this process (`epp`), so that a stream has no first byte here."""
     trace_id: str = ""
     """The trace of the request's `traceparent`, 32 hexadecimal digits; "" without one, and in text logs."""
     trace: Trace | None = None
@@ -245,13 +247,13 @@ class Journal:
             else:
                 strategy, reason = decision.strategy, decision.reason
             series = series_of(record.model, record.worker, strategy, reason, record.status, record.streamed)
-            if first_byte is None:
+            if first_byte is None and not (record.is_unseen and record.attempts):
                 series.finished(duration, None)
             else:
                 held = record.held
                 series.answered(
                     duration,
-                    first_byte - started,
+                    None if first_byte is None else first_byte - started,
                     record.tokens,
                     record.matched_tokens,
                     None if held is None else held.tokens,

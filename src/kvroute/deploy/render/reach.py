@@ -19,45 +19,48 @@ from kvroute.routing.registry import needs_of
 from kvroute.routing.strategies.kvaware import KvAware
 from kvroute.routing.strategy import Needs
 
-COMPOSE, KUBERNETES, LMCACHE, WORKER_ARGS, CONFIG = (
+COMPOSE, KUBERNETES, LMCACHE, WORKER_ARGS, CONFIG, ENVOY = (
     "compose",
     "kubernetes",
     "lmcache",
     "worker-args",
     "config",
+    "envoy",
 )
 _ENV = "spec.worker.environmentVariables"
 _CONTAINERS = frozenset({COMPOSE, KUBERNETES})
 _WORKERS = _CONTAINERS | {WORKER_ARGS}
-_GATEWAY = _CONTAINERS | {CONFIG}
+_CONFIG = frozenset({CONFIG, ENVOY})
+"""Both contain the gateway's configuration."""
+_GATEWAY = _CONTAINERS | _CONFIG
 _CACHE = _CONTAINERS | {LMCACHE}
 _ENGINE = _WORKERS | {LMCACHE}
 
 TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
-    "apiVersion": _ENGINE | {CONFIG},
-    "kind": _ENGINE | {CONFIG},
-    "metadata.name": _CACHE | {CONFIG},
+    "apiVersion": _ENGINE | _CONFIG,
+    "kind": _ENGINE | _CONFIG,
+    "metadata.name": _CACHE | _CONFIG,
     "spec.environmentVariables": _WORKERS,
     "spec.model": _WORKERS,
-    "spec.model.modelId": _WORKERS | {CONFIG},
+    "spec.model.modelId": _WORKERS | _CONFIG,
     "spec.model.modelVersion": frozenset({KUBERNETES}),
-    "spec.modelName": _WORKERS | {CONFIG},
+    "spec.modelName": _WORKERS | _CONFIG,
     "spec.modelSourceConfig": _CONTAINERS,
-    "spec.modelSourceConfig.modelSourceType": _WORKERS | {CONFIG},
+    "spec.modelSourceConfig.modelSourceType": _WORKERS | _CONFIG,
     "spec.modelSourceConfig.huggingFaceModel": _WORKERS,
     "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": frozenset({KUBERNETES}),
     "spec.modelSourceConfig.fsxStorage": frozenset({KUBERNETES}),
-    "spec.replicas": _ENGINE | {CONFIG},
+    "spec.replicas": _ENGINE | _CONFIG,
     "spec.pdSpec.prefillSpec.args": _WORKERS,
-    "spec.pdSpec.prefillSpec.replicas": _WORKERS | {CONFIG},
+    "spec.pdSpec.prefillSpec.replicas": _WORKERS | _CONFIG,
     "spec.pdSpec.prefillSpec.resources.limits": _WORKERS,
     "spec.pdSpec.decodingSpec.args": _WORKERS,
-    "spec.pdSpec.decodingSpec.replicas": _WORKERS | {CONFIG},
+    "spec.pdSpec.decodingSpec.replicas": _WORKERS | _CONFIG,
     "spec.pdSpec.decodingSpec.resources.limits": _WORKERS,
     "spec.pdSpec.routingThreshold": _GATEWAY,
     "spec.server.instanceType": _WORKERS,
     "spec.server.acceleratorPartitionType": _WORKERS,
-    "spec.InitialReplicaCount": _ENGINE | {CONFIG},
+    "spec.InitialReplicaCount": _ENGINE | _CONFIG,
     "spec.maxDeployTimeInSeconds": _CONTAINERS,
     "spec.kvCacheSpec": _CACHE,
     "spec.kvCacheSpec.enableL1Cache": _ENGINE,
@@ -71,8 +74,8 @@ TARGETS_OF_FIELDS: Final[dict[str, frozenset[str]]] = {
     "spec.worker.command": _WORKERS,
     "spec.worker.args": _WORKERS,
     "spec.worker.environmentVariables": _WORKERS,
-    "spec.worker.modelInvocationPort.containerPort": _WORKERS | {CONFIG},
-    "spec.worker.modelVolumeMount.mountPath": _WORKERS | {CONFIG},
+    "spec.worker.modelInvocationPort.containerPort": _WORKERS | _CONFIG,
+    "spec.worker.modelVolumeMount.mountPath": _WORKERS | _CONFIG,
     "spec.worker.resources.limits": _WORKERS,
     "spec.worker.requestLimits": _GATEWAY,
     "x-kvroute.engine": _ENGINE,
@@ -142,6 +145,7 @@ DEFAULT_REASONS: Final = {
     LMCACHE: "this target contains only settings of LMCache",
     WORKER_ARGS: "this target contains only the workers' command lines",
     CONFIG: "this target contains only the gateway's configuration",
+    ENVOY: "this target contains only Envoy's configuration and that of the endpoint pickers",
 }
 _TIERD_TEXT = "`kvroute tierd`, with the same protocol as the storage daemon that only HyperPod's nodes have"
 
@@ -184,10 +188,10 @@ def _why_not(target: str, document: WorkerDocument, path: Path) -> str:
         # The target lmcache has the size in tierd.sh.
         reached = _CACHE
     elif _decides_events(document, name):
-        reached = _ENGINE | {CONFIG}
+        reached = _ENGINE | _CONFIG
     is_part_of_model = name.startswith("spec.model.")  # of a JumpStartModel, whose `spec.model` is a section
     if _follows_caches(document) and _longest_prefix(name, GATEWAY_FIELDS) and not is_part_of_model:
-        reached = reached | {CONFIG}
+        reached = reached | _CONFIG
     if target == KUBERNETES and name in _COUNTS and _is_autoscaled(document, name):
         return "the autoscaler decides the number"
     if target in reached:

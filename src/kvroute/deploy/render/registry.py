@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config
+from kvroute.deploy.render.envoy import render_envoy
 from kvroute.deploy.render.kubernetes import render_kubernetes
 from kvroute.deploy.render.lmcache import render_lmcache
 from kvroute.deploy.render.plan import EndpointPlan
@@ -28,4 +29,5 @@ TARGETS: Final[dict[str, RenderTarget]] = {
     "lmcache": RenderTarget(render_lmcache, True),
     "worker-args": RenderTarget(render_worker_args, True),
     "config": RenderTarget(render_config, True),
+    "envoy": RenderTarget(render_envoy, False),
 }

@@ -1,0 +1,323 @@
+"""Renders Envoy's configuration with endpoint pickers: Envoy relays, `kvroute epp` decides (Envoy 1.40)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from kvroute.deploy.render.config import config_text, gateway_config, merged
+from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.reach import report_ports
+from kvroute.deploy.render.site import LOOPBACK, local_site
+
+_TYPE: Final = "type.googleapis.com/"
+_DESTINATION: Final = "x-gateway-destination-endpoint"
+_PICK_ID: Final = "x-kvroute-pick"
+_PICKERS, _WORKERS = "pickers", "workers"
+_CONNECTION_LIMIT: Final = 100_000
+"""Envoy's default of 1,024 requests per cluster would refuse streams."""
+_RETRY_BUFFER_BYTES: Final = 32 * 1024 * 1024
+"""Envoy repeats a request only while it holds the whole body: the default of server.max_body_bytes."""
+_LONGEST_IDLE: Final = "3600s"
+_WORKER_IDLE: Final = "4s"
+"""vLLM closes an idle connection after 5 s."""
+PICKER_PORTS: Final = ((9002, 9090), (9003, 9091))
+"""gRPC and HTTP port of the two pickers on one host."""
+ADMIN_PORT: Final = 9901
+
+Address = tuple[str, int]
+
+
+class EnvoySite(NamedTuple):
+    """Where Envoy, the pickers and the workers listen. Hosts are IP addresses or names."""
+
+    listen: Address
+    workers: Sequence[Address]
+    pickers: Sequence[Address]
+    """The first one decides; the next one when Envoy finds the earlier ones dead."""
+    admin: Address | None = None
+    is_open: bool = True
+    """Without any picker, requests go to the workers in turn. False: they get 500. It must be False where the
+    pickers check keys."""
+    attempts: int = 3
+    """Workers that a request is sent to, at most."""
+
+
+def envoy_config(site: EnvoySite) -> dict[str, Any]:
+    """A complete bootstrap configuration."""
+    config: dict[str, Any] = {}
+    if site.admin is not None:
+        config["admin"] = {"address": _socket(site.admin)}
+    config["static_resources"] = {
+        "listeners": [
+            {
+                "name": "clients",
+                "address": _socket(site.listen),
+                "filter_chains": [
+                    {
+                        "filters": [
+                            _typed(
+                                "envoy.filters.network.http_connection_manager",
+                                "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+                                _connection_manager(site),
+                            )
+                        ]
+                    }
+                ],
+            }
+        ],
+        "clusters": [_worker_cluster(site.workers), _picker_cluster(site.pickers)],
+    }
+    return config
+
+
+def _connection_manager(site: EnvoySite) -> dict[str, Any]:
+    return {
+        "stat_prefix": "clients",
+        "stream_idle_timeout": _LONGEST_IDLE,
+        # A client must not choose the worker, nor name another client's request.
+        "early_header_mutation_extensions": [
+            _typed(
+                "envoy.http.early_header_mutation.header_mutation",
+                "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
+                {"mutations": [{"remove": name} for name in (_DESTINATION, _PICK_ID)]},
+            )
+        ],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "response_headers_to_add": [
+                        {"header": {"key": key, "value": value}, "keep_empty_value": False}
+                        for key, value in (
+                            ("x-kvroute-strategy", "%DYNAMIC_METADATA(kvroute:strategy)%"),
+                            ("x-kvroute-reason", "%DYNAMIC_METADATA(kvroute:reason)%"),
+                            ("x-kvroute-hit-tokens", "%DYNAMIC_METADATA(kvroute:hit-tokens)%"),
+                            (f"{_DESTINATION}-served", "%UPSTREAM_REMOTE_ADDRESS%"),
+                        )
+                    ],
+                    "routes": [
+                        {
+                            "match": {"prefix": "/"},
+                            "route": _route(site),
+                            "request_body_buffer_limit": _RETRY_BUFFER_BYTES,
+                        }
+                    ],
+                }
+            ]
+        },
+        "http_filters": [
+            _ext_proc(
+                "pick",
+                {
+                    "failure_mode_allow": site.is_open,
+                    "metadata_options": {
+                        "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]},
+                        "receiving_namespaces": {"untyped": ["envoy.lb", "kvroute"]},
+                    },
+                    "processing_mode": {
+                        "request_header_mode": "SEND",
+                        "request_body_mode": "FULL_DUPLEX_STREAMED",
+                        "request_trailer_mode": "SEND",
+                        "response_header_mode": "SKIP",
+                        "response_body_mode": "NONE",
+                        "response_trailer_mode": "SKIP",
+                    },
+                },
+            ),
+            # This filter waits for no answer, so a picker that dies ends no answer of a worker. It needs the
+            # trailers: without them Envoy closes its stream when the head of the answer has come.
+            _ext_proc(
+                "watch",
+                {
+                    "observability_mode": True,
+                    "deferred_close_timeout": "0.001s",
+                    "failure_mode_allow": True,
+                    "response_attributes": ["upstream.address", "response.code_details"],
+                    "processing_mode": {
+                        "request_header_mode": "SEND",
+                        "request_body_mode": "NONE",
+                        "request_trailer_mode": "SKIP",
+                        "response_header_mode": "SEND",
+                        "response_body_mode": "NONE",
+                        "response_trailer_mode": "SEND",
+                    },
+                },
+            ),
+            _typed("envoy.filters.http.router", "envoy.extensions.filters.http.router.v3.Router", {}),
+        ],
+    }
+
+
+def _route(site: EnvoySite) -> dict[str, Any]:
+    return {
+        "cluster": _WORKERS,
+        "timeout": "0s",
+        "retry_policy": {
+            "retry_on": "connect-failure,refused-stream,reset-before-request",
+            "num_retries": site.attempts - 1,
+        },
+    }
+
+
+def _ext_proc(part: str, settings: dict[str, Any]) -> dict[str, Any]:
+    service = {
+        "envoy_grpc": {"cluster_name": _PICKERS},
+        "initial_metadata": [{"key": "x-kvroute-part", "value": part}],
+    }
+    return _typed(
+        f"kvroute.{part}",
+        "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        {"grpc_service": service, "message_timeout": "60s", **settings},
+    )
+
+
+def _worker_cluster(workers: Sequence[Address]) -> dict[str, Any]:
+    round_robin = _typed(
+        "envoy.load_balancing_policies.round_robin",
+        "envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin",
+        {},
+    )
+    override = _typed(
+        "envoy.load_balancing_policies.override_host",
+        "envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        {
+            "override_host_sources": [{"header": _DESTINATION}],
+            "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
+        },
+    )
+    return {
+        **_cluster(_WORKERS, [workers]),
+        "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
+        "typed_extension_protocol_options": _protocol(
+            {"common_http_protocol_options": {"idle_timeout": _WORKER_IDLE}},
+            {"http_protocol_options": {}},
+        ),
+    }
+
+
+def _picker_cluster(pickers: Sequence[Address]) -> dict[str, Any]:
+    service = "envoy.service.ext_proc.v3.ExternalProcessor"
+    return {
+        **_cluster(_PICKERS, [[each] for each in pickers]),
+        # Without this Envoy uses dead pickers when all of them are dead ("panic"), and no request passes.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "health_checks": [
+            {
+                "timeout": "2s",
+                "interval": "2s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "no_traffic_interval": "1s",
+                "grpc_health_check": {"service_name": service},
+            }
+        ],
+        # The health check needs some seconds to find a dead picker, a failed request finds it at once.
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 1,
+            "interval": "1s",
+            "base_ejection_time": "5s",
+            "max_ejection_percent": 100,
+        },
+        "typed_extension_protocol_options": _protocol(
+            {}, {"http2_protocol_options": {"connection_keepalive": {"interval": "10s", "timeout": "2s"}}}
+        ),
+    }
+
+
+def _cluster(name: str, priorities: Sequence[Sequence[Address]]) -> dict[str, Any]:
+    every = [host for addresses in priorities for host, _ in addresses]
+    limits = dict.fromkeys(("max_connections", "max_pending_requests", "max_requests"), _CONNECTION_LIMIT)
+    return {
+        "name": name,
+        "type": "STATIC" if all(map(_is_address, every)) else "STRICT_DNS",
+        "connect_timeout": "2s",
+        "circuit_breakers": {"thresholds": [{**limits, "max_retries": 1000}]},
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [
+                {
+                    "priority": priority,
+                    "lb_endpoints": [{"endpoint": {"address": _socket(each)}} for each in addresses],
+                }
+                for priority, addresses in enumerate(priorities)
+            ],
+        },
+    }
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _protocol(options: dict[str, Any], explicit: dict[str, Any]) -> dict[str, Any]:
+    name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {name: {"@type": _TYPE + name, **options, "explicit_http_config": explicit}}
+
+
+def _socket(address: Address) -> dict[str, Any]:
+    host, port = address
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _typed(name: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "typed_config": {"@type": _TYPE + kind, **settings}}
+
+
+def envoy_text(config: dict[str, Any]) -> str:
+    """The configuration as YAML without anchors, which Envoy does not read."""
+    dumper: type[yaml.SafeDumper] = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    text: str = yaml.dump(config, Dumper=dumper, sort_keys=False, width=10**6)
+    return text
+
+
+def render_envoy(plan: EndpointPlan) -> dict[str, str]:
+    """Envoy and two pickers on the workers' host: Envoy's configuration, and that of the pickers."""
+    site = local_site(plan)
+    config = gateway_config(plan, site)
+    server = config["server"]
+    door = EnvoySite(
+        listen=(server["host"], server["port"]),
+        workers=[(LOOPBACK, worker.port) for worker in site.workers],
+        pickers=[(LOOPBACK, port) for port, _ in PICKER_PORTS],
+        admin=(LOOPBACK, ADMIN_PORT),
+        # Without a picker nobody would check the keys.
+        is_open=not any(server.get(name) for name in ("api_keys", "api_keys_file", "client_keys")),
+    )
+    lines = [
+        f"# The endpoint pickers of {plan.name}, for Envoy with envoy.yaml, on the workers' host:",
+        *(
+            f"#   kvroute epp -c kvroute.yaml --port {port} --http-port {http}{_other_reports(plan, number)}"
+            for number, (port, http) in enumerate(PICKER_PORTS)
+        ),
+    ]
+    (first, http), *_ = PICKER_PORTS
+    own = merged(config, {"server": {"port": first}, "epp": {"http_port": http}})
+    head = f"# envoy -c envoy.yaml: the door of {plan.name}; kvroute.yaml has the pickers.\n"
+    return {
+        "envoy.yaml": head + envoy_text(envoy_config(door)),
+        "kvroute.yaml": "\n".join(lines) + "\n" + config_text(own),
+    }
+
+
+def _other_reports(plan: EndpointPlan, number: int) -> str:
+    """Flags that let a further picker listen on other ports for LMCache's reports, which go to the first."""
+    ports = report_ports(plan, local_site(plan)) if number else {}
+    options = {
+        "coordinator": "coordinator.listen",
+        "lmcache-pull": "controller.pull",
+        "lmcache-reply": "controller.reply",
+        "lmcache-beat": "controller.heartbeat",
+    }
+    return "".join(
+        f" --set lmcache.{options[name]}={LOOPBACK}:{port + number}" for name, port in ports.items()
+    )

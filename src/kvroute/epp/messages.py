@@ -1,0 +1,184 @@
+"""Envoy's `ext_proc` messages: what the picker reads of them, and the answers that it writes. Pure.
+
+The messages are those of `envoy.service.ext_proc.v3` (Envoy 1.40); names of headers and metadata come from
+the endpoint picker protocol 1.0 of the Gateway API Inference Extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from envoy.config.core.v3 import base_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from google.protobuf import struct_pb2
+
+from kvroute.gateway.downstream import Headers, header
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""Request header and key of the metadata: the addresses that the request is for."""
+PIECE_BYTES = 62_000
+"""Some releases of Envoy accept at most 64 KB in one message."""
+_FILTER = "envoy.filters.http.ext_proc"
+_LB, _SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
+_SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+_VIA_UPSTREAM = "via_upstream"
+_LONGEST_DETAIL = 64
+
+
+class Head(NamedTuple):
+    """The head of a request or an answer, without pseudo-headers."""
+
+    pseudo: Mapping[str, bytes]
+    headers: Headers
+
+    @property
+    def status(self) -> int:
+        value = self.pseudo.get(":status", b"")
+        return int(value) if value.isdigit() else 0
+
+
+def read_head(message: Any) -> Head:
+    """Read `HttpHeaders`. Names are lower-case, as in HTTP/2."""
+    pseudo, headers = dict[str, bytes](), Headers()
+    for each in message.headers.headers:
+        value = each.raw_value or each.value.encode()
+        if each.key.startswith(":"):
+            pseudo[each.key] = value
+        else:
+            headers.append((each.key.encode("latin-1"), value))
+    if authority := pseudo.get(":authority"):
+        headers.append((b"host", authority))
+    return Head(pseudo, headers)
+
+
+def picked(destination: str, headers: Headers, removed: Sequence[str], decision: Mapping[str, str]) -> Any:
+    """The deferred answer to the request's head: where it goes, with these headers for the worker.
+
+    `decision` becomes metadata, from which Envoy can make headers of the answer.
+    """
+    metadata = struct_pb2.Struct()
+    metadata.update({_LB: {DESTINATION: destination}, "kvroute": dict(decision)})
+    mutation = _header_mutation([(DESTINATION.encode(), destination.encode()), *headers])
+    mutation.remove_headers.extend(removed)
+    return pb.ProcessingResponse(
+        dynamic_metadata=metadata,
+        request_headers=pb.HeadersResponse(
+            response=pb.CommonResponse(clear_route_cache=True, header_mutation=mutation)
+        ),
+    )
+
+
+def _header_mutation(headers: Headers) -> Any:
+    """Set these headers, and replace earlier values."""
+    return pb.HeaderMutation(
+        set_headers=[
+            base_pb2.HeaderValueOption(
+                header=base_pb2.HeaderValue(key=name.decode("latin-1"), raw_value=value),
+                append_action=base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in headers
+        ]
+    )
+
+
+def _pieces(body: bytes, *, is_last: bool) -> Iterator[Any]:
+    """`body` as streamed mutations of at most `PIECE_BYTES`; `is_last`: not even trailers follow."""
+    for start in range(0, len(body) or 1, PIECE_BYTES):
+        end = start + PIECE_BYTES
+        yield pb.CommonResponse(
+            body_mutation=pb.BodyMutation(
+                streamed_response=pb.StreamedBodyResponse(
+                    body=body[start:end], end_of_stream=is_last and end >= len(body)
+                )
+            )
+        )
+
+
+def refused(status: int, headers: Headers, body: bytes) -> Any:
+    """The picker's own answer. Envoy writes Content-Length itself."""
+    headers = [pair for pair in headers if pair[0] != b"content-length"]
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
+            status={"code": status}, headers=_header_mutation(headers), body=body
+        )
+    )
+
+
+def request_pieces(body: bytes, *, has_trailers: bool) -> Iterator[Any]:
+    """The body of a request that has one, and an answer to its trailers."""
+    for piece in _pieces(body, is_last=not has_trailers):
+        yield pb.ProcessingResponse(request_body=pb.BodyResponse(response=piece))
+    if has_trailers:
+        yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+
+
+def response_pieces(message: Any) -> Iterator[Any]:
+    """A piece of the worker's answer, unchanged."""
+    body = message.response_body
+    for piece in _pieces(body.body, is_last=body.end_of_stream):
+        yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
+
+
+def response_head(headers: Headers) -> Any:
+    """Let the answer's head pass, with these headers."""
+    response = pb.CommonResponse(header_mutation=_header_mutation(headers))
+    return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=response))
+
+
+def response_trailers() -> Any:
+    """Let the answer's trailers pass."""
+    return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+
+class AnswerHead(NamedTuple):
+    """What Envoy knows when the head of an answer arrives."""
+
+    status: int
+    served: str
+    """The address that has served the request; "" if Envoy does not say it."""
+    is_event_stream: bool
+    trouble: str
+    """Envoy's reason for an answer of its own; "" for an answer of a worker."""
+
+
+def read_answer(message: Any) -> AnswerHead:
+    """Read `response_headers`. The attributes `upstream.address` and `response.code_details` are optional."""
+    head = read_head(message.response_headers)
+    attributes, metadata = _attributes_of(message), _metadata_of(message, _LB) or {}
+    served = metadata.get(_SERVED_KEY) or attributes.get("upstream.address") or ""
+    details = str(attributes.get("response.code_details") or _VIA_UPSTREAM)
+    return AnswerHead(
+        head.status,
+        str(served),
+        header(head.headers, b"content-type").startswith(b"text/event-stream"),
+        "" if details == _VIA_UPSTREAM else details.partition("{")[0][:_LONGEST_DETAIL],
+    )
+
+
+def read_subset(message: Any) -> frozenset[str] | None:
+    """The addresses that the proxy permits for a request; None if it permits all.
+
+    The value is a list of `ip:port`, or one text with commas.
+    """
+    value = (_metadata_of(message, _SUBSET) or {}).get(_SUBSET_KEY)
+    if value is None:
+        return None
+    texts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def _attributes_of(message: Any) -> Mapping[str, Any]:
+    """The attributes that the filter's `response_attributes` ask for, as Python values."""
+    return dict(message.attributes[_FILTER]) if _FILTER in message.attributes else {}
+
+
+def _metadata_of(message: Any, namespace: str) -> Mapping[str, object] | None:
+    """The request's metadata of one namespace, as Python values; None without any."""
+    found = message.metadata_context.filter_metadata
+    if namespace not in found:
+        return None
+    return {
+        key: list(value) if isinstance(value, struct_pb2.ListValue) else value
+        for key, value in found[namespace].items()
+    }

@@ -1,0 +1,354 @@
+"""Requests of Envoy: planned by the gateway's data plane, answered with addresses of workers.
+
+The picker never sees a token. `PickedRequest` takes the place of an exchange: it holds the load that is
+reserved for a request until Envoy reports the request's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvroute.epp.endpoints import Endpoints
+from kvroute.epp.messages import AnswerHead
+from kvroute.errors import NoRoutableWorker
+from kvroute.gateway.asgi import relay_body, stored_plan
+from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.downstream import Downstream, Headers, field_pairs
+from kvroute.gateway.exchange import CLIENT_LEFT
+from kvroute.gateway.journal import InFlightRequest, Record, trace_id_in
+from kvroute.gateway.planner import RequestPlan
+from kvroute.gateway.waiting import QueueEntry
+from kvroute.openai.endpoints import Endpoint
+from kvroute.routing.router import Dispatch
+from kvroute.routing.strategy import Candidate, RouteDecision
+
+log = logging.getLogger(__name__)
+
+_RANK = b"x-data-parallel-rank"
+
+
+class Place(NamedTuple):
+    """A worker that may serve a request, and its address."""
+
+    address: str
+    candidate: Candidate
+
+
+class Pick(NamedTuple):
+    """The answer for a request that goes to a worker."""
+
+    destination: str
+    """`ip:port`, and the fallbacks behind commas."""
+    headers: Headers
+    """Headers that the worker gets; they replace the client's."""
+    body: bytes
+    request: PickedRequest
+
+
+class OwnAnswer(NamedTuple):
+    """The answer of the picker itself."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class PickAnswer:
+    """The `Downstream` of one request of Envoy: it takes the pick, or the picker's own answer.
+
+    Mutable: `outcome` is set once, to None if no answer can be given; `on_cut` is called when a picked
+    request is ended by a shutdown.
+    """
+
+    is_paused = False
+
+    def __init__(self, endpoints: Endpoints, subset: frozenset[str] | None, fallbacks: int) -> None:
+        self._endpoints = endpoints
+        self._subset = subset
+        self._fallbacks = fallbacks
+        self._head: tuple[int, Headers] = (500, [])
+        self._parts: list[bytes] = []
+        self.outcome: asyncio.Future[Pick | OwnAnswer | None] = asyncio.get_running_loop().create_future()
+        self.on_cut: Callable[[], object] | None = None
+
+    def places(self, plan: RequestPlan) -> list[Place]:
+        """The workers that may serve the request, best first: at most one and the fallbacks.
+
+        Raises NoRoutableWorker.
+        """
+        found: list[Place] = []
+        body: bytes | None = None
+        for candidate in plan.decision.ranking:
+            address = self._endpoints.of(candidate.worker)
+            if address is None or (self._subset is not None and address not in self._subset):
+                continue
+            own = plan.body_for(candidate.worker.id)
+            if body is not None and own is not body:
+                continue  # Envoy sends one body: a worker with another revision of the adapter is no fallback
+            body = own
+            found.append(Place(address, candidate))
+            if len(found) > self._fallbacks:
+                break
+        if not found:
+            subset = "" if self._subset is None else " within the subset that the proxy has set"
+            raise NoRoutableWorker(
+                f"No routable worker serves the model {plan.model!r}{subset} at the moment.", retry_after_s=1
+            )
+        return found
+
+    def picked(self, pick: Pick) -> None:
+        """The request goes to a worker."""
+        self._set(pick)
+
+    def start(self, status: int, headers: Headers) -> None:
+        self._head = status, headers
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        self.start(status, field_pairs(fields))
+
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        self.start_relayed(status, fields, is_sized=is_sized)
+        self.finish(body)
+
+    def write(self, chunk: bytes) -> None:
+        self._parts.append(chunk)
+
+    def framed_writer(self) -> None:
+        return None
+
+    def finish(self, chunk: bytes = b"") -> None:
+        self._set(OwnAnswer(*self._head, b"".join([*self._parts, chunk])))
+
+    def cut(self) -> None:
+        self._set(None)
+        if self.on_cut is not None:
+            self.on_cut()
+
+    def _set(self, outcome: Pick | OwnAnswer | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class PickedRequest:
+    """A request that a worker has got from Envoy, until its end.
+
+    `places` are the workers in the order in which Envoy tries them. Mutable: by the calls below, which are
+    idempotent and never wait.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        plan: RequestPlan,
+        places: Sequence[Place],
+        record: Record,
+        client: Downstream,
+        on_end: Callable[[PickedRequest], object],
+    ) -> None:
+        self._deps = plane.deps.attempts
+        self._attribution = plane.deps.attribution
+        self._journal = plane.journal
+        self._plan = plan
+        self._places = places
+        self._record = record
+        self._client = client
+        self._on_end = on_end
+        self._dispatch: Dispatch | None = None
+        self.is_over = False
+        self.has_answer = False
+        """Envoy has reported the head of the answer."""
+
+    def start(self) -> None:
+        """Reserve the load on the first worker."""
+        self._send_to(0, self._plan.query.now)
+
+    def _send_to(self, place: int, now: float) -> None:
+        deps, plan, record = self._deps, self._plan, self._record
+        candidate = self._places[place].candidate
+        record.worker = candidate.worker.spec.id
+        record.matched_tokens = candidate.matched_tokens
+        record.held = candidate.held
+        record.attempts = place + 1
+        self._dispatch = deps.router.dispatch(plan.query, plan.decision, candidate, now)
+        if deps.on_sent is not None:
+            deps.on_sent(plan.query, candidate)
+
+    def described(self) -> Mapping[str, str]:
+        """The decision in words, for metadata."""
+        decision, first = self._plan.decision, self._places[0].candidate
+        return {
+            "strategy": decision.strategy,
+            "reason": decision.reason.value,
+            "hit-tokens": str(first.matched_tokens),
+        }
+
+    def answered(self, head: AnswerHead) -> Headers:
+        """Envoy has the head of the answer. Returns the headers that the answer gets."""
+        if self.is_over or self.has_answer:
+            return []
+        deps, record = self._deps, self._record
+        status, served, is_event_stream, trouble = head
+        self.has_answer = True
+        record.status, record.streamed = status, is_event_stream
+        now = deps.now()
+        place = next((at for at, each in enumerate(self._places) if each.address == served), None)
+        failed = self._places[: place or 0]
+        if trouble:
+            record.error, record.attempts = trouble, len(self._places)
+            failed = self._places
+        elif place:
+            self._release(now)
+            self._send_to(place, now)
+        for each in failed:
+            deps.metrics.epp_not_served.labels(each.candidate.worker.id).inc()
+            deps.health.report_failure(each.candidate.worker, "not_served")
+        if trouble:
+            return []
+        candidate = self._places[place or 0].candidate
+        if status >= 500 or deps.health.suspects:
+            deps.health.report_status(candidate.worker, status)
+        if (
+            not is_event_stream
+        ):  # the head of a whole answer comes with the body; that of a stream before prefill
+            record.first_byte = now
+        lines = self._attribution.lines(candidate, self._plan.decision)
+        return [*field_pairs(lines), (b"x-request-id", record.request_id)]
+
+    def end(self, by: str) -> None:
+        """Stop now: the client left before a worker answered ("client"), or the picker stops ("shutdown")."""
+        if self.is_over:
+            return
+        self._record.ended_by = by
+        self._deps.metrics.streams_aborted.labels(by).inc()
+        if not self._record.status:
+            self._record.status = CLIENT_LEFT
+        self._end()
+        if by == "shutdown":
+            self._client.cut()
+
+    def finished(self) -> None:
+        """Envoy has reported the end. Who ended an answer that had begun is not known."""
+        if self.is_over:
+            return
+        if not self.has_answer:
+            self.end("client")
+            return
+        self._end()
+
+    def pause(self) -> None:
+        """The picker relays nothing."""
+
+    def resume(self) -> None:
+        """The picker relays nothing."""
+
+    def _release(self, now: float) -> None:
+        if self._dispatch is not None:
+            self._dispatch.finish(now)
+
+    def _end(self) -> None:
+        self.is_over = True
+        now = self._deps.now()
+        self._release(now)
+        self._journal.finished(self._record, now)
+        self._on_end(self)
+
+
+class PickerPlane(DataPlane):
+    """The data plane of a picker: a plan for a `PickAnswer` becomes a pick, every other plan an exchange."""
+
+    def start(
+        self,
+        plan: RequestPlan,
+        fields: bytes,
+        record: Record,
+        client: Downstream,
+        entry: QueueEntry | None = None,
+    ) -> InFlightRequest:
+        """See `DataPlane.start`. Raises NoRoutableWorker."""
+        if not isinstance(client, PickAnswer):
+            return super().start(plan, fields, record, client, entry)
+        places = client.places(plan)
+        # The picker sees no first token. Like that of an answer in one piece, the prefill is assumed to take
+        # its estimated time, and no cost is learned from it.
+        query = replace(plan.query, streamed=False)
+        decision = plan.decision
+        if places[0].candidate is not decision.ranking[0]:
+            ranking = [each.candidate for each in places]
+            decision = RouteDecision(decision.strategy, decision.reason, ranking)
+            record.decision = decision
+        plan = replace(plan, query=query, decision=decision)
+        record.is_unseen = True
+        if self.deps.attempts.log_traces and not record.trace_id:
+            record.trace_id = trace_id_in(fields)
+        on_end: Callable[[PickedRequest], object] = self.admission.discard
+        if entry is not None and self.queue is not None:
+            queue, waited = self.queue, entry
+            assumed = queue.started(waited, plan.model, query.tokens)
+
+            def on_end(request: PickedRequest) -> None:
+                self.admission.discard(request)
+                queue.finished(waited, assumed, round(assumed))  # the real number is not known
+
+        request = PickedRequest(self, plan, places, record, client, on_end)
+        self.admission.add(request)
+        request.start()
+        body = plan.body_for(places[0].candidate.worker.id)
+        client.picked(
+            Pick(
+                ",".join(each.address for each in places),
+                self._headers(plan, places, record, fields),
+                body,
+                request,
+            )
+        )
+        return request
+
+    def _headers(self, plan: RequestPlan, places: Sequence[Place], record: Record, fields: bytes) -> Headers:
+        """The headers that the worker gets instead of the client's."""
+        headers = field_pairs(self.added_fields)
+        if record.trace is not None:
+            headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
+        rank = places[0].candidate.rank
+        if rank is not None and _RANK not in fields.lower():
+            headers.append((_RANK, b"%d" % rank))
+        return headers
+
+    async def pick(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        target: bytes,
+        headers: Headers,
+        record: Record,
+        client: PickAnswer,
+    ) -> InFlightRequest:
+        """Plan a request for one of the relayed endpoints. Raises GatewayError."""
+        self.admission.check(headers)
+        fields = _read_fields(headers)
+        return await relay_body(self, endpoint, body, target, headers, fields, record, client)
+
+    async def pick_stored(
+        self,
+        response_id: str,
+        method: bytes,
+        body: bytes,
+        target: bytes,
+        headers: Headers,
+        record: Record,
+        client: PickAnswer,
+    ) -> InFlightRequest:
+        """Plan a request for a stored response. Raises GatewayError."""
+        self.admission.check(headers)
+        plan = await stored_plan(self, response_id, method, body, target, headers, record)
+        return self.start(plan, _read_fields(headers), record, client)
+
+
+def _read_fields(headers: Headers) -> bytes:
+    """The header lines that `PickerPlane` itself reads; Envoy relays all of them."""
+    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in (b"traceparent", _RANK)]
+    return b"".join(line for line in lines if line.count(b"\n") == line.count(b"\r") == 1)
