@@ -64,7 +64,7 @@ def _never(peer: PeerId, message: SharedMessage) -> None:
     raise AssertionError("no message is lost here, so no group of keys is asked for")
 
 
-class _Gateway:
+class Gateway:
     def __init__(self, number: int, clock: VirtualClock) -> None:
         self.number = number
         self.published: list[SharedMessage] = []
@@ -96,11 +96,11 @@ class Gateways:
 
     def __init__(self, count: int, delay_s: float | None, seed: int) -> None:
         self._clock = VirtualClock()
-        self._gateways = [_Gateway(number, self._clock) for number in range(count)]
+        self._gateways = [Gateway(number, self._clock) for number in range(count)]
         self._delay_s = delay_s
         self._random = Random(seed)
         self._in_transit: deque[tuple[float, int, bytes]] = deque()
-        self._open: dict[FleetRequest, tuple[_Gateway, Dispatch]] = {}
+        self._open: dict[FleetRequest, tuple[Gateway, Dispatch]] = {}
 
     def place(self, request: FleetRequest, now: float) -> int:
         self._deliver(now)
@@ -129,7 +129,7 @@ class Gateways:
     def events(self, worker: int, events: Sequence[KvEvent], now: float) -> None:
         pass
 
-    def _publish(self, gateway: _Gateway, now: float) -> None:
+    def _publish(self, gateway: Gateway, now: float) -> None:
         if self._delay_s is not None and len(self._gateways) > 1:
             self._in_transit.append((now + self._delay_s, gateway.number, encode_frame(gateway.published)))
         gateway.published.clear()

@@ -2,16 +2,17 @@
 
     python bench/sharing.py [--gateways 2 4] [--requests 3000] [--seeds 3] [--load 0.7]
 
-Two parts:
+Three parts:
 
 - In virtual time (`processes_virtual.py`): the mean time to first token of 1, 2, 4 and 8 gateways at `--load`
 of   the fleet's capacity, divided by that of one. The messages of the others arrive after `GATHER_S` (5 ms)
-and a   lag of 1, 5 or 50 ms through Redis, or never (blind). Exact for its seeds. - In real processes:
-`kvroute serve` gateways in front of simulated workers that answer at once, with prompts of   8K tokens,
-unique or as turns of conversations. The requests go to one gateway after another. For each number   of
-gateways, once with `--share` and once without: CPU per request of all gateways together, and with   `--share`
-the bytes of a request through Redis, its envelopes, and the CPU of Redis. The two prices of a   request
-follow: `publish` in its own gateway, `apply` in each other one.
+and a   lag of 1, 5 or 50 ms through Redis, or never (blind). Exact for its seeds. - The messages alone, in
+this process: CPU of a request's messages in its own gateway (`publish`) and in each   other one (`apply`),
+beside the CPU of routing it. - In real processes: `kvroute serve` gateways in front of simulated workers that
+answer at once, with prompts of   8K tokens, unique or as turns of conversations. The requests go to one
+gateway after another. For each number   of gateways, once with `--share` and once without: CPU per request of
+all gateways together, and with   `--share` the bytes of a request through Redis, its envelopes, and the CPU
+of Redis. The two prices of a   request follow: `publish` in its own gateway, `apply` in each other one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -33,7 +35,20 @@ import httpx
 import redis.asyncio
 
 import processes_virtual
+from kvroute.blocks.keys import PromptKeys, block_keys
+from kvroute.replicas.envelope import (
+    TO_ALL,
+    Envelope,
+    Kind,
+    decode_payload,
+    encode_payloads,
+    pack,
+    unpack,
+)
 from kvroute.replicas.mesh import GATHER_S
+from kvroute.routing.registry import RoutingOptions
+from kvroute.routing.router import Router
+from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 
@@ -213,6 +228,76 @@ def virtual(load: float, seeds: int) -> dict[str, dict[int, float]]:
     }
 
 
+def messages(batch: int, repeats: int = 5) -> dict[str, dict[str, float]]:
+    """CPU in us of a request's messages, without Redis: `batch` requests travel in one envelope.
+
+    `route`: to decide, dispatch and finish the request without sharing; `publish`: what its own gateway adds;
+    `apply`: what each other gateway does. Least of the repeats.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("unique", "conversations"):
+        best: dict[str, float] = {}
+        for repeat in range(repeats):
+            for name, figure in _messages_once(kind == "unique", batch, repeat).items():
+                best[name] = min(best.get(name, figure), figure)
+        best["publish"] = best.pop("shared") - best["route"]
+        found[kind] = best
+    return found
+
+
+def _messages_once(unique: bool, batch: int, seed: int) -> dict[str, float]:
+    texts = _prompts(unique, 400, seed)
+    clock = processes_virtual.VirtualClock()
+    alone, sender, receiver = (processes_virtual.Gateway(number, clock) for number in range(3))
+    figures = {"route": _routed(alone, texts, len(texts), [])[0]}
+    figures["shared"], size = _routed(sender, texts, batch, sent := [])
+    start = time.process_time_ns()
+    for data in sent:
+        received, _ = decode_payload(unpack(data, None).payload)
+        receiver.receive(0, received)
+    figures["apply"] = (time.process_time_ns() - start) / 1e3 / len(texts)
+    return figures | {"bytes": size}
+
+
+def _prompts(unique: bool, number: int, seed: int) -> list[bytes]:
+    random, found = Random(seed), list[bytes]()
+    live = [random.randbytes(PROMPT_BYTES) for _ in range(CONVERSATIONS)]
+    for _ in range(number):
+        if unique:
+            found.append(random.randbytes(PROMPT_BYTES))
+        else:
+            place = random.randrange(CONVERSATIONS)
+            live[place] += random.randbytes(TURN_BYTES)
+            found.append(live[place])
+    return found
+
+
+def _routed(
+    gateway: processes_virtual.Gateway, texts: Sequence[bytes], batch: int, sent: list[bytes]
+) -> tuple[float, float]:
+    """CPU in us of a request, and bytes of its messages; with `sent` its messages become envelopes there."""
+    view, is_shared = gateway.workers.view(processes_virtual.MODEL), batch < len(texts)
+    router = gateway.router if is_shared else Router(RoutingOptions())
+    if not is_shared:
+        for worker in gateway.workers.workers():
+            router.worker_joined(worker)
+    start, now = time.process_time_ns(), 0.0
+    for number, text in enumerate(texts, 1):
+        now += 0.01
+        keys = block_keys(text)
+        tokens = len(text) // 4
+        query = RouteQuery(view.model, now, (PromptKeys(keys, tokens, 16.0),), tokens, streamed=True)
+        decision = router.decide(query, view)
+        dispatch = router.dispatch(query, decision, decision.ranking[0], now)
+        dispatch.first_token(now + 0.002)
+        dispatch.finish(now + 0.004)
+        if is_shared and number % batch == 0:
+            for payload in encode_payloads(gateway.published):
+                sent.append(pack(Envelope(Kind.BATCH, TO_ALL, TO_ALL, TO_ALL, number, now, payload), None))
+            gateway.published.clear()
+    return (time.process_time_ns() - start) / 1e3 / len(texts), sum(map(len, sent)) / len(texts)
+
+
 async def real(counts: Sequence[int], requests: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for kind in ("unique", "conversations"):
@@ -246,6 +331,7 @@ def main() -> None:
     found: dict[str, object] = {}
     if options.seeds:
         found["virtual"] = virtual(options.load, options.seeds)
+    found["messages"] = {f"{batch} in an envelope": messages(batch) for batch in (1, 10)}
     if options.gateways:
         found["real"] = asyncio.run(real(options.gateways, options.requests))
     print(json.dumps(found, indent=1))

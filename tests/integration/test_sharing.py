@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from tests.support.certificates import Authority
+from tests.support.programs import program
 from tests.support.redis import RedisServer, redis_server
 from tests.support.sockets import free_port
 from tests.support.waiting import until
@@ -63,10 +65,15 @@ class Gateway:
 
 @asynccontextmanager
 async def gateway(
-    name: str, url: str, workers: Sequence[str], *arguments: str, env: dict[str, str] | None = None
+    name: str,
+    url: str,
+    workers: Sequence[str],
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    port: int | None = None,
 ) -> AsyncIterator[Gateway]:
     """A gateway that is ready."""
-    port = free_port()
+    port = port or free_port()
     named = [flag for number, worker in enumerate(workers) for flag in ("--worker", f"w{number}={worker}")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvroute", "serve", "--port", str(port), "--share", url, *named),
@@ -260,6 +267,128 @@ async def test_the_requests_of_a_killed_gateway_count_for_three_seconds_at_most(
 
             await until(is_gone, within_s=3)
         assert (await other.members())["g1/0"]["state"] == "silent"
+
+
+_HAPROXY = """
+defaults
+  mode http
+  retries 3
+  option redispatch
+  timeout connect 5s
+  timeout client 60s
+  timeout server 60s
+frontend clients
+  bind 127.0.0.1:{port}
+  default_backend gateways
+backend gateways
+  balance roundrobin
+  option httpchk GET /ready
+  timeout check 10s
+  default-server check inter 500ms fall 3 rise 1
+"""
+
+
+@asynccontextmanager
+async def haproxy(ports: Sequence[int], folder: Path) -> AsyncIterator[str]:
+    """The URL of an HAProxy in front of the gateways."""
+    port = free_port()
+    servers = [f"  server g{number} 127.0.0.1:{each}\n" for number, each in enumerate(ports)]
+    file = folder / "haproxy.cfg"
+    file.write_text(_HAPROXY.format(port=port) + "".join(servers))
+    process = await asyncio.create_subprocess_exec(program("haproxy"), "-f", str(file), "-db")
+    url = f"http://127.0.0.1:{port}"
+
+    async def answers() -> bool:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            try:
+                return (await client.get(f"{url}/ready")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+    try:
+        await until(answers, within_s=DEADLINE_S)
+        yield url
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
+    ports = [free_port() for _ in range(3)]
+    async with redis_server() as server, sims(3, time_scale=0.5) as workers, AsyncExitStack() as stack:
+
+        def start(number: int) -> Any:
+            return gateway(f"g{number}", server.url, workers, port=ports[number])
+
+        running = await enter(stack, *map(start, range(3)))
+        url = await stack.enter_async_context(haproxy(ports, tmp_path))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, trust_env=False)
+        )
+        clock = asyncio.get_running_loop().time
+        failed_began: list[float] = []
+        is_over, done = False, 0
+        conversations: list[list[dict[str, str]]] = [[] for _ in range(12)]
+
+        async def converse(number: int) -> None:
+            nonlocal done
+            rng, messages = random.Random(number), conversations[number]
+            while not is_over:
+                messages.append({"role": "user", "content": words(rng, 40)})
+                began = clock()
+                body = {"model": MODEL, "messages": messages, "max_tokens": 8}
+                try:
+                    answer = await client.post("/v1/chat/completions", json=body)
+                    is_good = answer.status_code == 200
+                except httpx.TransportError:
+                    is_good = False
+                done += is_good
+                if is_good:
+                    messages.append(answer.json()["choices"][0]["message"])
+                else:
+                    messages.pop()
+                    failed_began.append(began)
+
+        load = [asyncio.create_task(converse(number)) for number in range(12)]
+        killed_at: list[float] = []
+        for number in range(3):
+            target = done + 60
+            await until(lambda target=target: done >= target, within_s=DEADLINE_S)
+            running[number].process.kill()
+            await running[number].process.wait()  # until then it is in flight there
+            killed_at.append(clock())
+            survivors = [each for each in running if each is not running[number]]
+
+            async def is_silent(name: str = f"g{number}/0", survivors: Any = survivors) -> bool:
+                found = [await each.members() for each in survivors]
+                return all(members[name]["state"] == "silent" for members in found)
+
+            await until(is_silent, within_s=3)
+            running[number] = await stack.enter_async_context(start(number))
+        target = done + 60
+        await until(lambda: done >= target, within_s=DEADLINE_S)
+        is_over = True
+        await asyncio.gather(*load)
+
+        async def is_idle() -> bool:
+            return sum([await each.in_flight() for each in running]) == 0
+
+        await until(is_idle, within_s=DEADLINE_S)
+        seen = [await asyncio.gather(*(matches(each, c) for c in conversations)) for each in running]
+
+    assert len(failed_began) <= 3 * 12
+    assert all(any(0 <= at - began < 5 for at in killed_at) for began in failed_began), (
+        "it began after a kill"
+    )
+    assert seen[0] == seen[1] == seen[2], "one history, whoever was killed"
+    assert all(max(match.values()) > 0 for match in seen[0])
+
+
+async def matches(at: Gateway, messages: list[dict[str, str]]) -> dict[str, int]:
+    """Worker -> tokens of the conversation that it holds, as this gateway sees it."""
+    body = {"model": MODEL, "messages": messages}
+    explained = (await at.client.post("/v1/route/explain", json=body)).json()
+    return {row["worker"]: row["matched_tokens"] for row in explained["ranking"]}
 
 
 async def test_a_gateway_starts_without_redis_and_joins_later():
