@@ -250,7 +250,8 @@ def _messages_once(unique: bool, batch: int, seed: int) -> dict[str, float]:
     clock = processes_virtual.VirtualClock()
     alone, sender, receiver = (processes_virtual.Gateway(number, clock) for number in range(3))
     figures = {"route": _routed(alone, texts, len(texts), [])[0]}
-    figures["shared"], size = _routed(sender, texts, batch, sent := [])
+    sent: list[bytes] = []
+    figures["shared"], size = _routed(sender, texts, batch, sent)
     start = time.process_time_ns()
     for data in sent:
         received, _ = decode_payload(unpack(data, None).payload)
