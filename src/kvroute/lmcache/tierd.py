@@ -36,7 +36,7 @@ _PAUSE_S: Final = 0.01
 _RETRY_S: Final = 1.0
 _KEEP_S: Final = 10.0
 """How long a daemon's objects count while it does not answer."""
-_STEP: Final = 256
+_STEP: Final = 128
 """Names that are read without a pause of the event loop: about 1 ms."""
 
 
@@ -171,6 +171,7 @@ class TierdFollower:
         self._resolve = resolve
         self._headers = {"authorization": f"Bearer {options.key.get_secret_value()}"} if options.key else {}
         self._models: dict[int, frozenset[str]] = {}
+        self._kinds: dict[StoredKind, StoredKind] = {}
         self._attached: dict[int, ChunkHolder] = {}
 
     # The fleet
@@ -269,11 +270,11 @@ class TierdFollower:
         daemon.answered_at, daemon.problem = self._clock.now(), ""
 
     async def _apply(self, daemon: FollowedDaemon, changes: StoreChanges) -> None:
-        stored = await _parsed(changes.stored)
+        stored = await _parsed(changes.stored, self._kinds)
         if changes.whole:
             removed = daemon.parts.difference(stored)
         else:
-            removed = daemon.parts.intersection(await _parsed(changes.removed))
+            removed = daemon.parts.intersection(await _parsed(changes.removed, self._kinds))
         kinds = len(self.pool.holders)
         await self._change(daemon, [part for part in stored if part not in daemon.parts], list(removed))
         daemon.incarnation, daemon.number = changes.incarnation, changes.number
@@ -317,10 +318,14 @@ class TierdFollower:
         ]
 
 
-async def _parsed(names: list[str]) -> list[StoredPart]:
-    """The parts of chunks among the names; other objects are left out."""
+async def _parsed(names: list[str], kinds: dict[StoredKind, StoredKind]) -> list[StoredPart]:
+    """The parts of chunks among the names; other objects are left out. `kinds` grows by new kinds."""
     parts = []
     for start in range(0, len(names), _STEP):
-        parts += [part for name in names[start : start + _STEP] if (part := parse_name(name)) is not None]
+        for name in names[start : start + _STEP]:
+            part = parse_name(name)
+            if part is not None:
+                # Equal kinds share one object: a kind with its texts takes more memory than a part.
+                parts.append(part._replace(kind=kinds.setdefault(part.kind, part.kind)))
         await asyncio.sleep(0)
     return parts

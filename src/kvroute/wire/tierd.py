@@ -61,7 +61,7 @@ def decode_changes(body: bytes) -> StoreChanges:
 
 
 def parse_name(name: str) -> StoredPart | None:
-    """Read an object's name; None if LMCache in the engine gives no such name. About 3 us.
+    """Read an object's name; None if LMCache in the engine gives no such name. Some microseconds.
 
     Also None: names with tags of clients, whose requests the gateway does not predict; parts of single
     layers; names of LMCache's servers.
