@@ -176,6 +176,7 @@ def test_parameters_that_are_no_object_are_refused(value) -> None:
         (CHAT, {"messages": []}, True),
         (CHAT, {"messages": [], "prompt_logprobs": None, "echo": False}, True),
         (CHAT, {"messages": [], "prompt_logprobs": 1}, False),
+        (CHAT, {"messages": [], "logprobs": True}, False),
         (COMPLETIONS, {"prompt": "x", "echo": True}, False),
         (COMPLETIONS, {"prompt": "x", "use_beam_search": True}, False),
         ("/v1/responses", {"input": "x", "previous_response_id": "r"}, False),

@@ -42,6 +42,8 @@ _SEARCHED_BYTES: Final = 32_768
 """In larger bodies members are appended, not replaced: to find each one costs a decoding of the body."""
 _FORBIDDING: Final = (
     "prompt_logprobs",
+    # Such requests did not end in time on two real engines (vLLM 0.32, CPU); the cause is unknown.
+    "logprobs",
     "echo",
     "use_beam_search",
     "previous_response_id",
