@@ -147,6 +147,19 @@ async def test_conversations_stay_on_their_workers_and_the_load_is_even(run_pick
     assert (pieces, picked) == (0, 120)
 
 
+async def test_every_answer_is_accounted_with_its_status(run_pickers: RunPickers):
+    """Also when many streams of Envoy end together."""
+    async with run_pickers(1, 2, SimOptions(time_scale=0, kv_events=False), is_open=False) as pickers:
+
+        async def ask(number: int) -> set[int]:
+            return {(await pickers.post(f"request {number} {each}")).status_code for each in range(20)}
+
+        assert set.union(*await asyncio.gather(*map(ask, range(16)))) == {200}
+        await pickers.until_idle()
+        assert await pickers.metric("kvroute_requests_total", status="200") == 320
+        assert await pickers.metric("kvroute_epp_streams_total", end="missing") == 0
+
+
 async def test_at_most_one_request_is_lost_when_a_picker_is_killed(run_pickers: RunPickers):
     """The streams that it has picked go on: their tokens do not pass it."""
     async with run_pickers(2, 2, SimOptions(time_scale=0.3, kv_events=False)) as pickers:

@@ -120,6 +120,11 @@ def response_pieces(message: Any) -> Iterator[Any]:
         yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
 
 
+def request_head() -> Any:
+    """Let the request's head pass."""
+    return pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+
+
 def response_head(headers: Headers) -> Any:
     """Let the answer's head pass, with these headers."""
     response = pb.CommonResponse(header_mutation=_header_mutation(headers))

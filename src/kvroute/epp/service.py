@@ -29,6 +29,7 @@ from kvroute.epp.messages import (
     read_head,
     read_subset,
     refused,
+    request_head,
     request_pieces,
     response_head,
     response_pieces,
@@ -71,6 +72,7 @@ class ExternalProcessor:
     ) -> None:
         """`front` answers the requests for models and health, like the HTTP port."""
         self.root_path = root_path.encode()
+        plane.planner.hands_over = False  # Envoy sends a request to one worker
         self.plane = plane
         self.options = options
         self._endpoints = endpoints
@@ -142,16 +144,20 @@ class ExternalProcessor:
         return is_first
 
     async def _watch(self, context: Any) -> str:
-        """The stream of the second filter. It waits for no answer."""
+        """The stream of the second filter."""
         request: PickedRequest | None = None
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
-                kind = message.WhichOneof("request")
-                if kind == "request_headers":
-                    head = read_head(message.request_headers)
-                    request = self._picks.pop(header(head.headers, PICK_ID.encode()), None)
-                elif kind == "response_headers" and request is not None:
-                    request.answered(read_answer(message))
+                match message.WhichOneof("request"):
+                    case "request_headers":
+                        head = read_head(message.request_headers)
+                        request = self._picks.pop(header(head.headers, PICK_ID.encode()), None)
+                        await context.write(request_head())
+                    case "response_headers":
+                        added = [] if request is None else request.answered(read_answer(message))
+                        await context.write(response_head(added))
+                    case "response_trailers":
+                        await context.write(response_trailers())
         finally:
             if request is not None:
                 request.finished()

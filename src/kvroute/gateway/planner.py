@@ -116,6 +116,8 @@ class Planner:
         self._allow_strategy_header = self.allows_strategy_header = allow_strategy_header
         self.may_need_tokens = allow_strategy_header or router.may_need(Needs.TOKENS)
         """Whether `model_to_tokenize` may ever return a model."""
+        self.hands_over = True
+        """Whether prompts may be computed by another worker than their answers (`prefill_decode`)."""
 
     @property
     def may_need_headers(self) -> bool:
@@ -193,7 +195,7 @@ class Planner:
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
         query = self._query(request, space, now, prompts, session, prepared)
-        if has_roles and len(prompts) == 1 and can_hand_over(request):
+        if has_roles and self.hands_over and len(prompts) == 1 and can_hand_over(request):
             query = replace(query, hands_over=True)
         decision = None
         if owner is not None:

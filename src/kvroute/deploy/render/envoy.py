@@ -92,13 +92,10 @@ def _connection_manager(site: EnvoySite) -> dict[str, Any]:
                     "name": "all",
                     "domains": ["*"],
                     "response_headers_to_add": [
-                        {"header": {"key": key, "value": value}, "keep_empty_value": False}
-                        for key, value in (
-                            ("x-kvroute-strategy", "%DYNAMIC_METADATA(kvroute:strategy)%"),
-                            ("x-kvroute-reason", "%DYNAMIC_METADATA(kvroute:reason)%"),
-                            ("x-kvroute-hit-tokens", "%DYNAMIC_METADATA(kvroute:hit-tokens)%"),
-                            (f"{_DESTINATION}-served", "%UPSTREAM_REMOTE_ADDRESS%"),
-                        )
+                        {
+                            "header": {"key": f"{_DESTINATION}-served", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
+                            "keep_empty_value": False,
+                        }
                     ],
                     "routes": [
                         {
@@ -129,13 +126,12 @@ def _connection_manager(site: EnvoySite) -> dict[str, Any]:
                     },
                 },
             ),
-            # This filter waits for no answer, so a picker that dies ends no answer of a worker. It needs the
-            # trailers: without them Envoy closes its stream when the head of the answer has come.
+            # It fails open, and sends no body, so a picker that dies ends no answer of a worker. It needs the
+            # trailers: without them Envoy closes its stream when the head of the answer has come. Not with
+            # `observability_mode`: there Envoy resets the stream, and the picker may never read its messages.
             _ext_proc(
                 "watch",
                 {
-                    "observability_mode": True,
-                    "deferred_close_timeout": "0.001s",
                     "failure_mode_allow": True,
                     "response_attributes": ["upstream.address", "response.code_details"],
                     "processing_mode": {
