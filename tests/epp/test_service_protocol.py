@@ -175,6 +175,7 @@ async def test_a_stream_that_begins_with_something_else_ends():
             assert await call.read() is grpc.aio.EOF
         async with stream(picker, "watch") as call:  # of a request that another picker has picked
             await send(call, head(("x-kvroute-pick", b"unknown")))
+            assert (await call.read()).WhichOneof("response") == "request_headers"
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
 
