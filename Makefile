@@ -117,4 +117,6 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing kvroute and its development tools into $(VENV) (once, a minute)"
 	@$(PIP) install -qq --upgrade 'pip>=25.1'
 	@$(PIP) install -qq --editable . --group dev
+	@# xds-protos brings older copies of OpenTelemetry's messages, with which its exporter cannot be loaded.
+	@$(PIP) install -qq --force-reinstall --no-deps opentelemetry-proto
 	@touch $@ $(VENV)/.installed
