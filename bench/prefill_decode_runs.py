@@ -1,4 +1,4 @@
-"""One run of the prefill/decode benchmark in virtual time: a workload, a fleet with roles, a rule and a seed."""
+"""One run of the prefill/decode benchmark in virtual time: a workload, roles, a rule and a seed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ALL = PrefillDecodeOptions(threshold_tokens=0)
 
 WORKLOADS: dict[str, Callable[[float], Load]] = {
     "conv": conversation,
-    "chat8k": lambda clients: chat(8192, round(clients)),
-    "chat64k": lambda clients: chat(65_536, round(clients), answer=128),
-    "agents": lambda rate: tool(rate, 3000),
+    "chat8k": lambda clients: chat(8192, round(clients), each=6),
+    "chat64k": lambda clients: chat(65_536, round(clients), answer=128, each=8),
+    "agents": lambda rate: tool(rate, 2500),
 }
 
 
@@ -90,8 +90,11 @@ def run(case: Case) -> Figures:
 
 
 class Roles:
-    """kvroute's router in front of workers with roles, with the rule of the case. The workers of each side are
-    ranked by kvroute's `prefixaware` for every rule, so the rules differ in what they hand over only."""
+    """kvroute's router in front of workers with roles, with the rule of the case.
+
+    The workers of each side are ranked by kvroute's `prefixaware` for every rule, so the rules differ in what
+    they hand over only.
+    """
 
     def __init__(self, case: Case) -> None:
         self._setting = case.setting

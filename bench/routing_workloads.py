@@ -98,15 +98,21 @@ def tool(rate: float, requests: int = 6000) -> Load:
 
 
 def chat(
-    context: int, clients: int, *, system: int = 1024, private: int | None = None, answer: int = 256
+    context: int,
+    clients: int,
+    *,
+    system: int = 1024,
+    private: int | None = None,
+    answer: int = 256,
+    each: int = 14,
 ) -> Load:
-    """`clients` people per worker who read the answer, think, continue, and start a new chat; 14 requests
-    each."""
+    """`clients` people per worker who read the answer, think, continue, and start a new chat; `each` requests
+    of each."""
 
     def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
         people = clients * len(fleet.engines)
-        left = 14 * people
+        left = each * people
         numbers = count(1)
         own = (context - 1024) if private is None else private
         talks: dict[int, list[int]] = {}  # number -> [turns left, tokens], and the keys of each number

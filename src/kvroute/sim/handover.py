@@ -1,9 +1,9 @@
 """A fleet in virtual time in which one worker may compute the prompt of a request and another one its answer.
 
-As with vLLM's NixlConnector (0.32, pull): the prefill worker generates one token and keeps its blocks until they
-are fetched; the decode worker fetches the tokens that it lacks and computes the last token of the prompt itself.
-Links and latency are the caller's. The decode worker allocates its blocks after the transfer; a real one does so
-before, so its memory is used a little later here.
+As with vLLM's NixlConnector (0.32, pull): the prefill worker generates one token and keeps its blocks until
+they are fetched; the decode worker fetches the tokens that it lacks and computes the last token of the prompt
+itself. Links and latency are the caller's. The decode worker allocates its blocks after the transfer; a real
+one does so before, so its memory is used a little later here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRANSFER_ENDS = -1
 
 @runtime_checkable
 class HandoverPlacement(Placement, Protocol):
-    """Sets `FleetRequest.prefill_worker` in `place`, if another worker than the returned one computes the prompt."""
+    """A placement whose `place` may set `FleetRequest.prefill_worker`: the worker that computes the prompt."""
 
     def prefilled(self, request: FleetRequest, now: float) -> None:
         """The prefill worker has computed the prompt; the transfer begins."""
@@ -51,7 +51,8 @@ class _Transfer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HandoverFleet(SimFleet):
-    """Runs engines of both roles. `links` has the network into each worker; its transfers follow one another."""
+    """Runs engines of both roles. `links` has the network into each worker; its transfers follow one
+    another."""
 
     links: Sequence[Link] = ()
     token_bytes: int = 327_680
