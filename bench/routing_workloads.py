@@ -100,14 +100,22 @@ def tool(rate: float, requests: int = 6000) -> Load:
     return load
 
 
-def chat(context: int, clients: int, *, system: int = 1024, private: int | None = None) -> Load:
-    """`clients` people per worker who read the answer, think, continue, and start a new chat; 14 requests
-    each."""
+def chat(
+    context: int,
+    clients: int,
+    *,
+    system: int = 1024,
+    private: int | None = None,
+    answer: int = 256,
+    each: int = 14,
+) -> Load:
+    """`clients` people per worker who read the answer, think, continue, and start a new chat; `each` requests
+    of each."""
 
     def load(fleet: SimFleet, seed: int) -> None:
         random = Random(seed)
         people = clients * len(fleet.engines)
-        left = 14 * people
+        left = each * people
         numbers = count(1)
         own = (context - 1024) if private is None else private
         talks: dict[int, list[int]] = {}  # number -> [turns left, tokens], and the keys of each number
@@ -126,7 +134,7 @@ def chat(context: int, clients: int, *, system: int = 1024, private: int | None 
                 return
             left -= 1
             tokens = talks[number][1]
-            output = max(1, int(256 * random.uniform(0.5, 1.5)))
+            output = max(1, int(answer * random.uniform(0.5, 1.5)))
             held = keys[number]
             for place in range(len(held), (tokens + output) // BLOCK):
                 held.append(place + 1 if place < system // BLOCK else number << 32 | place)

@@ -34,6 +34,8 @@ class FleetRequest:
     turn: int = 0
     arrival_s: float = 0.0
     worker: int = -1
+    prefill_worker: int = -1
+    """The worker that computes the prompt, if another one answers (`HandoverFleet`); else -1."""
     first_token_s: float = -1.0
     finished_s: float = -1.0
     cached_tokens: int = 0
@@ -132,24 +134,29 @@ class SimFleet:
 
     def _finish_iteration(self, worker: int) -> None:
         progress = self.engines[worker].finish()
-        now = self.now
         if progress.events:
-            self.placement.events(worker, progress.events, now)
+            self.placement.events(worker, progress.events, self.now)
         for item in progress.first:
-            request = _request(item)
-            request.first_token_s = now
-            request.cached_tokens = item.cached_tokens
-            self.placement.first_token(request, now)
+            self._first_token(item)
         for item in progress.finished:
-            request = _request(item)
-            request.finished_s = now
-            self.done.append(request)
-            self.placement.finished(request, now)
-            if self.on_finish is not None:
-                self.on_finish(request, now)
+            self._finished(item)
         if progress.refused:
             raise ValueError("a request does not fit into a worker's cache")
         self._start_iteration(worker)
+
+    def _first_token(self, item: EngineRequest) -> None:
+        request = _request(item)
+        request.first_token_s = self.now
+        request.cached_tokens = item.cached_tokens
+        self.placement.first_token(request, self.now)
+
+    def _finished(self, item: EngineRequest) -> None:
+        request = _request(item)
+        request.finished_s = self.now
+        self.done.append(request)
+        self.placement.finished(request, self.now)
+        if self.on_finish is not None:
+            self.on_finish(request, self.now)
 
 
 def _request(item: EngineRequest) -> FleetRequest:
