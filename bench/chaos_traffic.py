@@ -12,8 +12,7 @@ from random import Random
 from typing import Any
 
 from chaos_setting import Killed
-from kvroute.sim.answers import fingerprint, plain
-from kvroute.sim.prompts import chat_tokens, encode
+from kvroute.sim.prompts import chat_tokens, encode, fingerprint, plain
 
 MODEL = "sim-model"
 

@@ -35,7 +35,7 @@ from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_env
 from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
-from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.listeners import ControllerSockets
 from kvroute.lmcache.options import ControllerOptions
 
 MIXES = (

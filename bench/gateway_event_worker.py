@@ -21,16 +21,15 @@ from typing import Any
 import uvloop
 
 import kvroute.sim.app as sim_text
-import kvroute.sim.chat
+import kvroute.sim.completions
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 from kvroute.sim.app import run_sim
 from kvroute.sim.http import ApiError
 from kvroute.sim.options import SimOptions
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, load_model
 from kvroute.tokens.options import Inexact
-from kvroute.tokens.segments import SegmentCache
 
 
 class ModelTokens:
@@ -83,7 +82,7 @@ def main() -> None:
     tokens = ModelTokens(folder)
     # The simulator has no seam for a tokenizer, because only this benchmark needs one.
     for module, name, replacement in (
-        (kvroute.sim.chat, "chat_tokens", tokens.chat),
+        (kvroute.sim.completions, "chat_tokens", tokens.chat),
         (sim_text, "chat_tokens", tokens.chat),
         (sim_text, "encode", tokens.text),
     ):

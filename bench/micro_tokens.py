@@ -22,13 +22,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.engine_install import write_tiny_model
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.conversations import Conversations
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
-from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, load_model
 
 TURNS = 10
 CHARS_PER_TOKEN = 2.2

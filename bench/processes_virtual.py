@@ -15,8 +15,7 @@ from statistics import fmean
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
-from kvroute.replicas.key_groups import KeyGroups
+from kvroute.replicas.decisions import KeyGroups, OwnDecisions, PeerDecisions
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,

@@ -39,8 +39,8 @@ from kvroute.routing.strategy import (
     Tokens,
     prefetch_of,
 )
+from kvroute.sim.cache import TierChange
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.tier_memory import TierChange
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch, KvEvent
 from routing_baselines import BLOCK, Policy

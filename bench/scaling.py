@@ -34,7 +34,7 @@ from multiprocessing.pool import Pool
 from random import Random
 from statistics import fmean
 
-from kvroute.deploy.shutdown import DRAIN_S
+from kvroute.deploy.render.plan import DRAIN_S
 from kvroute.fleet.scaling import DeletionCostOptions
 from kvroute.fleet.worker import FleetView, WorkerId
 from kvroute.routing.cache_value import CacheValue, WorkerWorth, due_patches

@@ -72,7 +72,7 @@ READS_WALL = {
     "deploy/prepare.py": "dates of a self-signed certificate",
     "deploy/up.py": "the same as `kvroute ps`",
     "doctor/gather.py": "compares the clocks of two machines",
-    "tokens/model.py": "the date for a chat template, as vLLM gives it",
+    "tokens/local.py": "the date for a chat template, as vLLM gives it",
     "tokens/template.py": "the same",
 }
 """File of src/kvroute -> for which date or display it reads the wall clock."""

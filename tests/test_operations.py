@@ -14,7 +14,7 @@ import yaml
 
 import kvroute
 from kvroute.app.config import Config
-from kvroute.app.metrics_reference import families
+from kvroute.app.reference import families
 from kvroute.errors import GatewayError
 from kvroute.gateway.own_limits import LOW_MEMORY, OUT_OF_DESCRIPTORS
 

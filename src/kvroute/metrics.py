@@ -3,7 +3,7 @@
 Names start with `kvroute_` and units are base units. The number of label values is bounded: worker, model
 (known models, and `OTHER` for all others), strategy, reason, status, kind, name of a key (those of the key
 file). Each runtime has its own `Metrics` and registry, so that several gateways can run in one process.
-docs/metrics.md lists every family (`app/metrics_reference.py`).
+docs/metrics.md lists every family (`app/reference.py`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics
-from kvroute.openai.isolation import key_space
+from kvroute.openai.rewriting import key_space
 from kvroute.routing.strategy import ExactPrompt
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.deploy.shutdown import DRAIN_S
+from kvroute.deploy.render.plan import DRAIN_S
 from kvroute.sim.fleet import FleetRequest
 from routing_workloads import BLOCK
 from scaling import (

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvroute.app.config import Config
 from kvroute.cli import main
-from kvroute.openai.isolation import key_space
+from kvroute.openai.rewriting import key_space
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

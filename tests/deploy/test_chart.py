@@ -15,7 +15,7 @@ import yaml
 from tests.support.manifests import RELEASES, check
 
 from kvroute.app.config import load
-from kvroute.deploy.shutdown import gateway_stop_s
+from kvroute.deploy.render.plan import gateway_stop_s
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kvroute"

@@ -23,7 +23,7 @@ from kvroute.cli import main
 from kvroute.cli.deployments import logs
 from kvroute.cli.deployments import up as up_command
 from kvroute.deploy.prepare import free_ports
-from kvroute.deploy.state import StateFolder, supervisor
+from kvroute.deploy.processes import StateFolder, supervisor
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0

@@ -107,7 +107,7 @@ def test_every_alert_has_a_section_in_the_runbook() -> None:
 
 
 def test_only_names_of_metrics_begin_with_the_prefix() -> None:
-    from kvroute.app.metrics_reference import families
+    from kvroute.app.reference import families
 
     known = {family.name for family in families()}
     for text in monitoring_files().values():

@@ -19,8 +19,7 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.keeper import Keeper, ProcessPhase
 from kvroute.deploy.plan import PlannedProcess, ProcessPlan
 from kvroute.deploy.prepare import free_ports, require_free_port
-from kvroute.deploy.processes import ChildSpec, ProcessFailed
-from kvroute.deploy.state import StateFolder
+from kvroute.deploy.processes import ChildSpec, ProcessFailed, StateFolder
 from kvroute.deploy.up import ready_text, run_plan, run_up
 
 ServerArgv = Callable[..., tuple[str, ...]]

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from kvroute.doctor.checks import diagnose
-from kvroute.doctor.findings import Finding, Severity
 from kvroute.doctor.observations import (
     CacheConfig,
     CacheServerSeen,
     Deployment,
+    Finding,
     GatewaySeen,
     Observations,
     ProbePair,
     Reply,
+    Severity,
     Stream,
     WorkerSeen,
     cache_config,

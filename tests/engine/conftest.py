@@ -24,10 +24,9 @@ import pytest_asyncio
 from tests.engine.endpoints import ADMIN_KEY, Run, endpoints, prompts
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
+from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment, write_tiny_model
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
-from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
     VllmSpec,

@@ -20,10 +20,9 @@ import httpx
 import yaml
 
 from kvroute.clock import SystemClock
+from kvroute.deploy.engine_install import write_tiny_model
 from kvroute.deploy.prepare import free_ports
-from kvroute.deploy.processes import ChildProcess, ChildSpec
-from kvroute.deploy.state import StateFolder
-from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.processes import ChildProcess, ChildSpec, StateFolder
 
 ADMIN_KEY = "admin-key"
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from kvroute.deploy.prepare import free_ports
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.controller import Controller
-from kvroute.lmcache.controller_sockets import ControllerSockets
+from kvroute.lmcache.listeners import ControllerSockets
 from kvroute.lmcache.options import ControllerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

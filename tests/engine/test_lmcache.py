@@ -29,12 +29,11 @@ from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
-from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of
-from kvroute.lmcache.membership import Doubt, LMCacheServer, ServedWorker
+from kvroute.lmcache.listeners import CoordinatorApp, CoordinatorServer
+from kvroute.lmcache.membership import SINGLE_RANK, Doubt, LMCacheServer, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import StatusPoller
-from kvroute.lmcache.stored_chunks import SINGLE_RANK
+from kvroute.lmcache.server_requests import StatusPoller
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 

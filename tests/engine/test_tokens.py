@@ -14,10 +14,9 @@ import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.tokens.encoders import SegmentCache
 from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode, TokenThreads
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
-from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, load_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 

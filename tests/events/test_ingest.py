@@ -16,8 +16,7 @@ from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.events.ingest import EventIngest
-from kvroute.events.options import KvEventsOptions
-from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
+from kvroute.events.options import KvEventsOptions, KvEventSource, configured_sources, parse_sources
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust, PrefixIndex, TierMatch, TrustReason

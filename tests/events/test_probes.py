@@ -20,7 +20,7 @@ from kvroute.events.probes import KnownPrompt, PromptMemory
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
-from kvroute.openai.isolation import TAG, key_space
+from kvroute.openai.rewriting import TAG, key_space
 
 QUICK = KvEventsOptions(
     idle_check_s=0.05,

@@ -32,9 +32,8 @@ from kvroute.fleet.worker import parse_metrics, parse_models
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.lmcache.controller import Controller
-from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.coordinator import Coordinator
-from kvroute.lmcache.coordinator_http import CoordinatorApp
+from kvroute.lmcache.listeners import ControllerSockets, CoordinatorApp
 from kvroute.lmcache.options import ControllerOptions, LMCacheOptions
 from kvroute.wire import lmcache_controller
 from kvroute.wire import lmcache_server as lmcache_mp

@@ -10,8 +10,8 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.isolation import key_space
 from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.openai.rewriting import key_space
 
 
 def facts(**adapters: str | None) -> WorkerFacts:

@@ -25,7 +25,7 @@ from kvroute.app.config import Config
 from kvroute.cli.doctor import examine
 from kvroute.clock import SystemClock
 from kvroute.deploy.prepare import free_ports
-from kvroute.doctor.findings import Finding, Severity, exit_code
+from kvroute.doctor.observations import Finding, Severity, exit_code
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.options import ControllerOptions

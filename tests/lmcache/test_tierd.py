@@ -19,11 +19,10 @@ from kvroute.blocks.chunks import BUILTIN, ChunkScheme, PromptChunks, chunk_keys
 from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.options import LMCacheOptions, TierdSourceOptions
-from kvroute.lmcache.tierd import ClassicWorker, TierdFollower, TierdPool, kind_of
+from kvroute.lmcache.tierd import ClassicWorker, StoredKind, StoredPart, TierdFollower, TierdPool, kind_of
 from kvroute.tierd.daemon import RunningTierd, run_tierd
 from kvroute.tierd.options import GB, TierdOptions
 from kvroute.tierd.pool import PAGE_BYTES
-from kvroute.wire.tierd import StoredKind, StoredPart
 
 MODEL, CHUNK = "/models/small", 4
 SCHEME = ChunkScheme(BUILTIN, CHUNK, 7)

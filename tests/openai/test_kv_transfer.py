@@ -8,7 +8,6 @@ import pytest
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.isolation import isolated
 from kvroute.openai.kv_transfer import (
     CONNECTORS,
     NixlPull,
@@ -18,6 +17,7 @@ from kvroute.openai.kv_transfer import (
     release_leg,
 )
 from kvroute.openai.request import parse_request
+from kvroute.openai.rewriting import isolated
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED = {

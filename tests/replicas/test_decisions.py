@@ -12,8 +12,13 @@ from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
-from kvroute.replicas.decisions import OwnDecisions, PeerDecisions, apply_recent_prompts, recent_prompts
-from kvroute.replicas.key_groups import KeyGroups
+from kvroute.replicas.decisions import (
+    KeyGroups,
+    OwnDecisions,
+    PeerDecisions,
+    apply_recent_prompts,
+    recent_prompts,
+)
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,

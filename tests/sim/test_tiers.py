@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvroute.sim.cache import LruTier, TierChange, TierReports
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.options import TimingModel
-from kvroute.sim.tier_memory import LruTier, TierChange, TierReports
 from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.wire.vllm import KvEvent
 

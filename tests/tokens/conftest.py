@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.engine_install import write_tiny_model
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
-from kvroute.tokens.segments import SegmentCache
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, load_model
 
 TEMPLATES = {
     # Parts, a BOS of its own, tools with indentation, whole calls shown.

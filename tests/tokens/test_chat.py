@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvroute.tokens.chat import EngineFlags
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, load_model
 from kvroute.tokens.options import Inexact, TokensReason
-from kvroute.tokens.segments import SegmentCache
 
 Render = Callable[..., str]
 USER = {"role": "user", "content": "Hi"}

@@ -20,10 +20,9 @@ from kvroute.openai.prefix_cache import SeenBodies
 from kvroute.openai.prompt import PromptPrefix
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.conversations import Conversations, continuation
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import ModelFiles, load_model
+from kvroute.tokens.encoders import Cutter, RawToken, SegmentCache
+from kvroute.tokens.local import LocalTokenizer, ModelFiles, load_model
 from kvroute.tokens.options import Inexact
-from kvroute.tokens.segments import Cutter, RawToken, SegmentCache
 
 CHAT = ENDPOINTS["/v1/chat/completions"]
 

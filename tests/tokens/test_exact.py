@@ -13,12 +13,17 @@ import pytest
 
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
-from kvroute.tokens.exact import ExactPrompts, ExactTokens, Mode, TokenThreads
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import load_model
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.exact import (
+    ExactPrompts,
+    ExactTokens,
+    Mode,
+    RemoteEndpoint,
+    RemoteTokenizer,
+    TokenThreads,
+)
+from kvroute.tokens.local import LocalTokenizer, load_model
 from kvroute.tokens.options import Inexact, TokensReason
-from kvroute.tokens.remote import RemoteEndpoint, RemoteTokenizer
-from kvroute.tokens.segments import SegmentCache
 
 URL = "http://worker"
 USER = {"role": "user", "content": "Hi there"}

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 from kvroute.tokens.chat import Chat, EngineFlags
-from kvroute.tokens.local import LocalTokenizer
-from kvroute.tokens.model import ModelFiles, load_model
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.local import LocalTokenizer, ModelFiles, load_model
 from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.reading import read
-from kvroute.tokens.segments import SegmentCache
 
 Write = Callable[..., Any]
 

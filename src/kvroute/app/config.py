@@ -26,7 +26,7 @@ from kvroute.app.config_loading import (
 )
 from kvroute.app.config_paths import Path, dotted
 from kvroute.app.metrics_compat import MetricsOptions
-from kvroute.epp.endpoints import EppOptions
+from kvroute.epp.messages import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions

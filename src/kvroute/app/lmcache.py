@@ -24,14 +24,12 @@ from kvroute.fleet.worker import Worker
 from kvroute.gateway.decision_lines import worker_registered
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
-from kvroute.lmcache.controller_sockets import ControllerSockets
 from kvroute.lmcache.coordinator import Coordinator
-from kvroute.lmcache.coordinator_http import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.l2_redis import L2Target, RedisL2, targets_of
+from kvroute.lmcache.listeners import ControllerSockets, CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.polling import RatePoller, StatusPoller
-from kvroute.lmcache.prefetch import Prefetcher
+from kvroute.lmcache.server_requests import Prefetcher, RatePoller, StatusPoller
 from kvroute.lmcache.tierd import TierdFollower
 from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
 

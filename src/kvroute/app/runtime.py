@@ -35,8 +35,7 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
-from kvroute.gateway.accuracy import PredictionAudit
-from kvroute.gateway.admin import admin_routes
+from kvroute.gateway.admin import admin_routes, page_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
 from kvroute.gateway.attempts import AttemptDeps, RetryBudget
@@ -44,17 +43,15 @@ from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.decision_lines import announcer
-from kvroute.gateway.exchange import ExchangeDeps
+from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
-from kvroute.gateway.page import page_routes
-from kvroute.gateway.planner import Planner
+from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
-from kvroute.gateway.stored import ResponseOwners, StoredResponses
 from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Gauges, Metrics
 from kvroute.openai.bounded import Bounded
@@ -284,7 +281,7 @@ class Runtime:
 
         if replica.number != TRACKING_PROCESS:
             self._mirror = mirror = CacheTrackerMirror(
-                *shared, self._bandwidth_received, lambda message: mesh.send(TRACKING_PROCESS, message)
+                *shared, self.router.set_rate, lambda message: mesh.send(TRACKING_PROCESS, message)
             )
             return mirror
         max_chunks = config.lmcache.coordinator.max_chunks
@@ -364,13 +361,8 @@ class Runtime:
         if file is None:
             return None
         self._keys_seen = signatures((file,))  # before the file: a change in between is loaded again
-        return KeyRing(
-            read_key_file(file),
-            self.metrics,
-            self._clock,
-            processes=processes,
-            tokens=self._tokens,
-        )
+        keys = read_key_file(file)
+        return KeyRing(keys, self.metrics, self._clock, processes=processes, tokens=self._tokens)
 
     def _make_permits(self, inner: Observer | None) -> Permits:
         processes = self._config.server.processes
@@ -531,9 +523,6 @@ class Runtime:
         self.router.rate_measured(slot, tier, gb_s, loads)
         if self._map_publisher is not None:
             self._map_publisher.publish_bandwidth(slot, tier, self.router.rate(slot, tier))
-
-    def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
-        self.router.set_rate(slot, tier, gb_s)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""

@@ -25,7 +25,6 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
-from kvroute.app.collectors import keep_freed_memory, use_huge_pages
 from kvroute.app.config import Config, ConfigSource, check_files
 from kvroute.app.listening import Backlog, TlsListener, check_picker, picker_listener, picker_plane
 from kvroute.app.reloading import InForce, SharedReload, reloading
@@ -40,8 +39,8 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.fastlane import fast_lane
 from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
-from kvroute.gateway.selftest import fast_lane_problem, trimmed_protocol_problem
-from kvroute.gateway.trimmed import TrimmedProtocol
+from kvroute.gateway.own_limits import keep_freed_memory, use_huge_pages
+from kvroute.gateway.trimmed import TrimmedProtocol, fast_lane_problem, trimmed_protocol_problem
 from kvroute.logs import configure
 from kvroute.replicas.envelope import ID_BYTES
 from kvroute.replicas.mesh import Mesh, SharedPort, make_socket_folder

@@ -18,8 +18,8 @@ COMMANDS = {
     "ps": ("kvroute.cli.deployments", "List what `kvroute up` runs."),
     "logs": ("kvroute.cli.deployments", "Show the logs of what `kvroute up` runs."),
     "down": ("kvroute.cli.deployments", "End what `kvroute up` runs."),
-    "sim": ("kvroute.cli.sim", "Run one simulated worker."),
-    "tierd": ("kvroute.cli.tierd", "Run a node's cache daemon: LMCache's second tier in shared memory."),
+    "sim": ("kvroute.cli.servers", "Run one simulated worker."),
+    "tierd": ("kvroute.cli.servers", "Run a node's cache daemon: LMCache's second tier in shared memory."),
     "render": (
         "kvroute.cli.deployments",
         "Generate compose, Kubernetes and other files from an endpoint spec.",

@@ -11,7 +11,7 @@ from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
 from kvroute.gateway.key_file import new_key, read_key_file
-from kvroute.openai.isolation import key_space
+from kvroute.openai.rewriting import key_space
 
 _FIX = "kvroute.check.fix"
 _VERSIONS = "kvroute.check.versions"

@@ -26,8 +26,10 @@ from kvroute.deploy.endpoint import TINY_WORKERS, with_simulated_workers, with_t
 from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
+from kvroute.deploy.processes import StateFolder, UpState
 from kvroute.deploy.render.config import config_text, gateway_config
-from kvroute.deploy.render.kubernetes import SECRET_FILE, with_earlier_key
+from kvroute.deploy.render.kubernetes import SECRET_FILE
+from kvroute.deploy.render.manifest import with_earlier_key
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_local_token_bytes
 from kvroute.deploy.render.reach import findings_for
 from kvroute.deploy.render.registry import TARGETS
@@ -37,7 +39,6 @@ from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.source import Path as Field
 from kvroute.deploy.spec.versions import stated_versions, with_versions
-from kvroute.deploy.state import StateFolder, UpState
 from kvroute.deploy.up import LogTail, Prepare, Screen, follow, last_lines, run_up
 from kvroute.errors import ConfigError, InvalidConfig, KvrouteError
 from kvroute.routing.registry import STRATEGIES

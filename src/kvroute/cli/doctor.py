@@ -29,9 +29,8 @@ from kvroute.app.tokenizing import model_folder
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.clock import SystemClock
 from kvroute.doctor.checks import diagnose, refused
-from kvroute.doctor.findings import Finding, Severity, exit_code
 from kvroute.doctor.gather import CompareTokenizer, Gatherer
-from kvroute.doctor.observations import Deployment, Observations
+from kvroute.doctor.observations import Deployment, Finding, Observations, Severity, exit_code
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.file import read_workers_file
 from kvroute.fleet.discovery.registry import sources_of
@@ -133,7 +132,7 @@ def _spec_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     # Imported here: another source does not need these modules.
     from kvroute.cli import deployments
     from kvroute.deploy.endpoint import GATEWAY_CONFIG
-    from kvroute.deploy.state import StateFolder
+    from kvroute.deploy.processes import StateFolder
 
     try:
         reading = deployments.reading_of(deployments.read_text(flags["spec"]))

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
-from kvroute.deploy.engine_install import ALIAS_VERSION
+from kvroute.deploy.engine_install import ALIAS_VERSION, MAX_POSITIONS
 from kvroute.deploy.l2.backend import L2Location, ServiceSpec
 from kvroute.deploy.plan import (
     CPU_ENGINE_READY_S,
@@ -24,7 +24,7 @@ from kvroute.deploy.plan import (
     cpu_kv_cache_gib,
     gateway_process,
 )
-from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.processes import LOGS, ChildSpec
 from kvroute.deploy.render.config import gateway_config, merged
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
@@ -34,7 +34,7 @@ from kvroute.deploy.render.lmcache import (
     server_argv,
     server_environment,
 )
-from kvroute.deploy.render.plan import Cache, EndpointPlan, plan_endpoint
+from kvroute.deploy.render.plan import Cache, EndpointPlan, gateway_stop_s, plan_endpoint
 from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password
 from kvroute.deploy.render.site import (
     LOOPBACK,
@@ -45,7 +45,6 @@ from kvroute.deploy.render.site import (
     local_site,
 )
 from kvroute.deploy.render.worker_args import vllm_spec, worker_argv
-from kvroute.deploy.shutdown import gateway_stop_s
 from kvroute.deploy.spec.endpoint import (
     OWN_API,
     OWN_KIND,
@@ -54,10 +53,7 @@ from kvroute.deploy.spec.endpoint import (
     EndpointSpec,
     resolved,
 )
-from kvroute.deploy.spec.extension import Extension, FileStore, Images, StatedVersions
-from kvroute.deploy.spec.worker import EndpointWorker, KvCache
-from kvroute.deploy.state import LOGS
-from kvroute.deploy.tiny_model import MAX_POSITIONS
+from kvroute.deploy.spec.worker import EndpointWorker, Extension, FileStore, Images, KvCache, StatedVersions
 from kvroute.deploy.vllm_command import (
     KV_CACHE_SPACE,
     assign_gpus,

@@ -20,7 +20,7 @@ from rich.text import Text
 from kvroute.clock import Clock
 from kvroute.deploy.keeper import Keeper, ProcessPhase, remove_orphan_segments, show_status
 from kvroute.deploy.plan import ProcessPlan
-from kvroute.deploy.state import ProcessState, StateFolder, UpState
+from kvroute.deploy.processes import ProcessState, StateFolder, UpState
 from kvroute.gateway.admin_guard import key_lines
 
 POLL_S = 0.2

@@ -7,8 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvroute.doctor.findings import Finding, Found, Severity, error, running, unchecked, warning
-from kvroute.doctor.observations import Deployment, GatewaySeen, Observations, Stream, WorkerSeen
+from kvroute.doctor.observations import (
+    Deployment,
+    Finding,
+    Found,
+    GatewaySeen,
+    Observations,
+    Severity,
+    Stream,
+    WorkerSeen,
+    error,
+    running,
+    unchecked,
+    warning,
+)
 from kvroute.doctor.service_checks import check_gateway, check_lmcache, check_store
 from kvroute.errors import ConfigError
 from kvroute.fleet.options import SAME_WORKER

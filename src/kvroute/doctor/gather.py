@@ -32,7 +32,7 @@ from kvroute.doctor.observations import (
     counted_hits,
     metric,
 )
-from kvroute.events.sources import KvEventSource, configured_sources, parse_sources
+from kvroute.events.options import KvEventSource, configured_sources, parse_sources
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ModelsPage, WorkerSpec, parse_models
 
 TIMEOUT_S = 5.0

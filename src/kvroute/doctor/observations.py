@@ -1,10 +1,15 @@
-"""What the doctor reads from a deployment: values without judgement, and how its answers are parsed."""
+"""What the doctor reads from a deployment, and the shape of what it finds.
+
+Observations are values without judgement; the functions beside them parse answers. A finding has its reason
+and its fix, and the exit code follows from the findings.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from kvroute.events.options import KvEventsOptions
@@ -258,3 +263,46 @@ def metric(page: str, name: str) -> float | None:
         if line.startswith(name + " "):
             return float(line.rsplit(None, 1)[-1])
     return None
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    WARNING = "warning"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check. `code` is stable and names the entry in docs/troubleshooting.md."""
+
+    code: str
+    severity: Severity
+    subject: str
+    """The part concerned, with id and URL."""
+    what: str
+    why: str = ""
+    fix: str = ""
+
+
+Found = Iterator[Finding]
+
+
+def exit_code(found: Sequence[Finding]) -> int:
+    """1 if there is an error, else 0: warnings do not count."""
+    return int(any(each.severity is Severity.ERROR for each in found))
+
+
+def error(code: str, subject: str, what: str, why: str, fix: str) -> Finding:
+    return Finding(code, Severity.ERROR, subject, what, why, fix)
+
+
+def warning(code: str, subject: str, what: str, why: str, fix: str) -> Finding:
+    return Finding(code, Severity.WARNING, subject, what, why, fix)
+
+
+def unchecked(code: str, subject: str, what: str) -> Finding:
+    return Finding(code, Severity.NOT_CHECKED, subject, what)
+
+
+def running(seen: Observations) -> list[WorkerSeen]:
+    return [worker for worker in seen.workers if worker.answers]

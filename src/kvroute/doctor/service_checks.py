@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from kvroute.doctor.findings import Found, error, running, unchecked, warning
-from kvroute.doctor.observations import CacheServerSeen, Deployment, GatewaySeen, Observations, RedisSeen
+from kvroute.doctor.observations import (
+    CacheServerSeen,
+    Deployment,
+    Found,
+    GatewaySeen,
+    Observations,
+    RedisSeen,
+    error,
+    running,
+    unchecked,
+    warning,
+)
 
 _FULL_SHARE = 0.95
 

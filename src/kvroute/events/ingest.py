@@ -19,12 +19,10 @@ from kvroute.events.holdings import LedgerCounts
 from kvroute.events.inbox import ConnectedInbox, Inbox, Listener
 from kvroute.events.intake import StreamCounts
 from kvroute.events.ledger import Ledger
-from kvroute.events.options import KvEventsOptions
+from kvroute.events.options import KvEventsOptions, KvEventSource, find_sources
 from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.events.probes import KnownPrompt, Prober, PromptMemory
-from kvroute.events.snapshot import Captured, SnapshotFile
-from kvroute.events.sources import KvEventSource, find_sources
-from kvroute.events.subscriber import KvEventSubscriber
+from kvroute.events.subscriber import Captured, KvEventSubscriber, SnapshotFile
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason

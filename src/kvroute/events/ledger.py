@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed
-from kvroute.events.event_keys import (
+from kvroute.events.holdings import (
+    HeldBlocks,
+    LedgerCounts,
     is_divisible,
     keys_of,
     pieces_of,
@@ -20,7 +22,6 @@ from kvroute.events.event_keys import (
     tier_of,
     without_lookahead,
 )
-from kvroute.events.holdings import HeldBlocks, LedgerCounts
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Part, Runs

@@ -28,7 +28,7 @@ from kvroute.events.options import ProbeOptions
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.fleet.worker import Worker
 from kvroute.index.prefix_index import MapTrust
-from kvroute.openai.isolation import is_key_space, transfer_params
+from kvroute.openai.rewriting import is_key_space, transfer_params
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from kvroute.errors import BodyTooLarge, GatewayError, InvalidRequest, KvrouteEr
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Downstream, Headers, field_pairs, header
 from kvroute.gateway.journal import InFlightRequest, Record
-from kvroute.gateway.planner import RequestPlan
-from kvroute.gateway.stored import check_response_id
+from kvroute.gateway.planner import RequestPlan, check_response_id
 from kvroute.openai.endpoints import Endpoint, ErrorShape
-from kvroute.openai.isolation import check_response_owner
+from kvroute.openai.rewriting import check_response_owner
 from kvroute.upstream.headers import relayed_fields
 
 Message = MutableMapping[str, Any]

@@ -19,7 +19,7 @@ from kvroute.gateway.client_keys import check_model, permits_model
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.planner import tenant_session
 from kvroute.openai.endpoints import ENDPOINTS, BodyKind, Endpoint
-from kvroute.openai.isolation import check_response_owner
+from kvroute.openai.rewriting import check_response_owner
 from kvroute.routing.router import Router
 
 _EXPLAINED = ENDPOINTS["/invocations"]

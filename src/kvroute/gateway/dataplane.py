@@ -32,10 +32,9 @@ from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import HandoverAttempts, HandoverExchange
 from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
-from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan
+from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.preparation import Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
-from kvroute.gateway.stored import StoredResponses
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics

@@ -26,8 +26,7 @@ from kvroute.errors import (
 from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.own_limits import DescriptorLimit
-from kvroute.gateway.waits import TimedFlow, WaitQueue
+from kvroute.gateway.own_limits import DescriptorLimit, TimedFlow, WaitQueue
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)

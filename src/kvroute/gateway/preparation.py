@@ -19,8 +19,8 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Metrics
 from kvroute.openai.endpoints import Isolation
-from kvroute.openai.isolation import check_can_be_isolated, client_salt, isolated, key_space
 from kvroute.openai.request import InferenceRequest, cache_salt_of
+from kvroute.openai.rewriting import check_can_be_isolated, client_salt, isolated, key_space
 from kvroute.routing.strategy import ExactPrompt, Probed
 from kvroute.tokens.options import TokensReason
 

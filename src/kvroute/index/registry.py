@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvroute.index.history import RouteHistory
+from kvroute.index.history import RouteHistory, TrieHistory
 from kvroute.index.radix_history import RadixHistory
-from kvroute.index.trie_history import TrieHistory
 
 HISTORIES: Final[dict[str, Callable[[int], RouteHistory]]] = {
     "radix": RadixHistory,

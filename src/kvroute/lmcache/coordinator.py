@@ -20,9 +20,16 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.lmcache.membership import Attachments, Doubt, L2Pool, LMCacheServer, ServedWorker
+from kvroute.lmcache.membership import (
+    Attachments,
+    Doubt,
+    HeldChunks,
+    L2Pool,
+    LMCacheServer,
+    ServedWorker,
+    StoredModel,
+)
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.stored_chunks import HeldChunks, StoredModel
 from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration, ServerStatus
 
 log = logging.getLogger(__name__)

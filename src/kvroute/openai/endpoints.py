@@ -23,7 +23,7 @@ class ErrorShape(Enum):
 
 
 class Isolation(Enum):
-    """How requests for a LoRA adapter can get their own key space in LMCache (`openai.isolation`)."""
+    """How requests for a LoRA adapter can get their own key space in LMCache (`openai.rewriting`)."""
 
     SALT_AND_TAG = "salt and tag"
     SALT = "salt"

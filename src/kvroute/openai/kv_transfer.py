@@ -19,8 +19,8 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from kvroute.errors import InvalidRequest
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import BodyKind
-from kvroute.openai.members import TopLevelMember, with_members
 from kvroute.openai.request import InferenceRequest
+from kvroute.openai.rewriting import TopLevelMember, with_members
 
 PARAMS: Final = "kv_transfer_params"
 _ALLOWED_PREFIX: Final = "lmcache."

@@ -1,7 +1,7 @@
 """Parses a request's body once, only as deep as routing needs.
 
 The body is forwarded as the same bytes. Only an alias's `model` field and a LoRA adapter's key space change
-it (`members.py`, `isolation.py`).
+it (`rewriting.py`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from kvroute import __version__
@@ -33,6 +32,7 @@ from kvroute.replicas.envelope import (
     pack,
     unpack,
 )
+from kvroute.replicas.members import JOINS, ChannelCounts, Member
 from kvroute.replicas.mesh import GATHER_S, PeerListener
 from kvroute.replicas.messages import (
     Leaving,
@@ -61,7 +61,6 @@ _MAX_MEMBERS: Final = 1024
 _MAX_NAMED: Final = 256
 """Senders whose refusals are logged."""
 _ROOM_BYTES: Final = 1024 * 1024
-JOINS: Final = -1
 
 
 class MessageLink(Protocol):
@@ -86,61 +85,6 @@ class ChannelListener(PeerListener, Protocol):
     def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
         """A message of a batch that did not arrive in time; requests of it have ended or follow."""
         ...
-
-
-@dataclass(slots=True)
-class ChannelCounts:
-    """Totals since the start. Mutable: incremented by the channel."""
-
-    sent: int = 0
-    received: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    envelopes_sent: int = 0
-    envelopes_received: int = 0
-    missed: int = 0
-    """Batches of other members that did not arrive."""
-    dropped: int = 0
-    """Own envelopes that were dropped because too many bytes waited."""
-    outages: int = 0
-    """Times that Redis could no longer be used."""
-    deaths: int = 0
-    """Members that fell silent without having left."""
-    refused: dict[Refusal, int] = field(default_factory=lambda: dict.fromkeys(Refusal, 0))
-
-
-@dataclass(slots=True)
-class _Member:
-    """One other process, by its epoch. Mutable: by the channel."""
-
-    sender: bytes
-    seq: int
-    """Of the last batch that arrived or was made up for."""
-    heard_at: float
-    state: MemberState | None = None
-    has: int = JOINS
-    """The last batch before the first gap that is not made up for."""
-    until: int = JOINS
-    """The last batch of the gaps."""
-    is_complete: bool = False
-    """Whether the state has arrived and nothing was missed since."""
-    is_linked: bool = False
-    is_believed: bool = False
-    """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
-    asked_at: float = -math.inf
-    asked_until: int = JOINS
-    gaps: int = 0
-    missed: int = 0
-    gone_at: float | None = None
-    has_left: bool = False
-
-    @property
-    def id(self) -> str:
-        return self.sender.hex()
-
-    @property
-    def name(self) -> str:
-        return f"{self.state.name}/{self.state.process}" if self.state is not None else self.id
 
 
 class Channel:
@@ -176,7 +120,7 @@ class Channel:
         self._to_all = f"kvroute:{options.fleet}:all".encode()
         self._link = make_link(self, (self._to_all, self._own_channel(self.id)))
         self._listener: ChannelListener | None = None
-        self._members: dict[bytes, _Member] = {}
+        self._members: dict[bytes, Member] = {}
         self._queue = SendQueue(options.max_queued_bytes)
         self._seq = 0
         self._queued: list[SharedMessage] = []
@@ -314,31 +258,14 @@ class Channel:
             }
         ]
         now = self._clock.now()
-        for member in self._members.values():
-            state = member.state
-            rows.append(
-                {
-                    "member": member.id,
-                    "name": state.name if state else None,
-                    "process": state.process if state else None,
-                    "is_self": False,
-                    "state": _state_of(member),
-                    "problem": None,
-                    "release": state.release if state else None,
-                    "has_key": state.has_key if state else None,
-                    "lag_ms": round(1e3 * state.lag_s, 3) if state and state.lag_s >= 0 else None,
-                    "silent_s": round(now - member.heard_at, 3),
-                    "gaps": member.gaps,
-                    "missed_batches": member.missed,
-                }
-            )
+        rows += [member.describe(now) for member in self._members.values()]
         return rows
 
     def states(self) -> dict[str, int]:
         """Number of other members by state."""
         numbers = dict.fromkeys(("alive", "joining", "silent", "left"), 0)
         for member in self._members.values():
-            numbers[_state_of(member)] += 1
+            numbers[member.standing] += 1
         return numbers
 
     # `LinkOwner`
@@ -447,7 +374,7 @@ class Channel:
         for message in messages:
             self._apply(member, envelope, message)
 
-    def _apply(self, member: _Member, envelope: Envelope, message: SharedMessage) -> None:
+    def _apply(self, member: Member, envelope: Envelope, message: SharedMessage) -> None:
         assert self._listener is not None
         if envelope.kind is Kind.MISSED:
             if not isinstance(message, CHANGES_THE_FLEET):
@@ -464,7 +391,7 @@ class Channel:
                 self._ask(member)
             if not member.is_linked:
                 member.is_linked = True
-                log.info("sharing: linked to %s (kvroute %s)", member.name, _release(member))
+                log.info("sharing: linked to %s (kvroute %s)", member.name, member.release)
                 is_synced = member.state is not None and member.state.is_synced
                 self._listener.on_linked(member.id, is_synced=is_synced)
             self._changed.set()
@@ -476,16 +403,16 @@ class Channel:
         else:
             self._listener.on_message(member.id, message)
 
-    def _meet(self, envelope: Envelope) -> _Member | None:
+    def _meet(self, envelope: Envelope) -> Member | None:
         """A new member, from its first envelope."""
         if len(self._members) >= _MAX_MEMBERS:
             raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
         before = envelope.seq - (envelope.kind is Kind.BATCH)
-        member = self._members[envelope.sender] = _Member(envelope.sender, before, self._clock.now())
+        member = self._members[envelope.sender] = Member(envelope.sender, before, self._clock.now())
         self._ask(member)
         return member
 
-    def _gap(self, member: _Member, missed: int, until: int) -> None:
+    def _gap(self, member: Member, missed: int, until: int) -> None:
         """Batches up to number `until` did not arrive."""
         member.gaps += 1
         member.missed += missed
@@ -497,13 +424,13 @@ class Channel:
             member.is_complete, member.has = False, member.seq
         member.until = until
 
-    def _ask(self, member: _Member) -> None:
+    def _ask(self, member: Member) -> None:
         """Ask a member for its state, and for what was missed."""
         member.is_complete, member.asked_at = False, self._clock.now()
         member.asked_until = member.until
         self._emit(Kind.PRIVATE, member.sender, (StateWanted(member.has, member.until),))
 
-    def _send_state(self, member: _Member, wanted: StateWanted) -> None:
+    def _send_state(self, member: Member, wanted: StateWanted) -> None:
         """Answer: what the member has missed, then what is true now."""
         assert self._listener is not None
         self.flush()
@@ -513,7 +440,7 @@ class Channel:
         state = (self._own_state(), StateBegins(), *self._listener.state(), StateEnds())
         self._emit(Kind.PRIVATE, member.sender, state)
 
-    def _gone(self, member: _Member) -> None:
+    def _gone(self, member: Member) -> None:
         assert self._listener is not None
         if member.is_complete:
             member.has = member.until = member.seq
@@ -616,13 +543,3 @@ class Channel:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _state_of(member: _Member) -> str:
-    if member.gone_at is not None:
-        return "left" if member.has_left else "silent"
-    return "alive" if member.is_complete else "joining"
-
-
-def _release(member: _Member) -> str:
-    return member.state.release if member.state is not None else "?"

@@ -10,13 +10,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.fleet.load import Reservation, ReservationListener
-from kvroute.fleet.worker import (
-    ASSUMED_BLOCK_TOKENS,
-    ASSUMED_CAPACITY_TOKENS,
-    FleetView,
-    Worker,
-    WorkerId,
-)
+from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES

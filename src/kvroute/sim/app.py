@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.sim import control
-from kvroute.sim.chat import chat_completions
-from kvroute.sim.completions import completions
+from kvroute.sim.completions import chat_completions, completions
+from kvroute.sim.control import classify, embeddings, pooling, rerank, score
 from kvroute.sim.engine import SimEngine
 from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded, Receive, Scope, Send
 from kvroute.sim.options import SimOptions
@@ -30,11 +30,9 @@ from kvroute.sim.other_apis import (
     create_response,
     retrieve_response,
 )
-from kvroute.sim.pooling import classify, embeddings, pooling, rerank, score
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
-from kvroute.sim.transfer import read_blocks
-from kvroute.sim.worker import ReceivedRequest, SimWorker
+from kvroute.sim.worker import ReceivedRequest, SimWorker, read_blocks
 
 _json = msgspec.json.Encoder().encode
 

@@ -8,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvroute.sim.answers import Choice
-from kvroute.sim.chat import PreparedChat, prepare
-from kvroute.sim.completions import stream
-from kvroute.sim.driver import Generation
+from kvroute.sim.completions import PreparedChat, prepare, stream
+from kvroute.sim.engine import Generation
 from kvroute.sim.http import JSON, SSE, ApiError, Call, ExchangeEnded
-from kvroute.sim.prompts import sampling
-from kvroute.sim.transfer import kept_params
-from kvroute.sim.worker import SimWorker, StoredResponse
+from kvroute.sim.prompts import Choice, sampling
+from kvroute.sim.worker import SimWorker, StoredResponse, kept_params
 
 _json = msgspec.json.Encoder().encode
 

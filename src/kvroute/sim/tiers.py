@@ -22,11 +22,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvroute.sim.cache import Chain, PagedCache
+from kvroute.sim.cache import (
+    Chain,
+    Link,
+    LruTier,
+    PagedCache,
+    SharedStore,
+    TierChange,
+    TierReports,
+    WorkerTiers,
+)
 from kvroute.sim.engine import EngineRequest, Progress, RequestPhase, SimEngine
 from kvroute.sim.fleet import FleetRequest, SimFleet
 from kvroute.sim.options import TimingModel
-from kvroute.sim.tier_memory import Link, LruTier, SharedStore, TierChange, TierReports, WorkerTiers
 from kvroute.wire.vllm import KvEvent
 
 

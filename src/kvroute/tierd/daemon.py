@@ -26,14 +26,12 @@ from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
 from kvroute.metrics import Gauges, counter, gauge
-from kvroute.tierd.changes import ChangeList
-from kvroute.tierd.counts import Counts
+from kvroute.tierd.lower_levels import Peers
 from kvroute.tierd.options import TierdOptions
-from kvroute.tierd.peers import Peers
-from kvroute.tierd.pool import MemoryPool
+from kvroute.tierd.pool import Counts, MemoryPool
 from kvroute.tierd.protocol import Connection, Connections, StallLimits
 from kvroute.tierd.segment import SharedSegment, open_segment
-from kvroute.tierd.store import Refusal, Store
+from kvroute.tierd.store import ChangeList, Refusal, Store
 
 
 class Exposition:

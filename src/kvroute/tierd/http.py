@@ -10,9 +10,8 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import httptools
 
-from kvroute.tierd.changes import LONGEST_WAIT_S, Position
 from kvroute.tierd.pool import EntryLease, ObjectName
-from kvroute.tierd.store import Refusal
+from kvroute.tierd.store import LONGEST_WAIT_S, Position, Refusal
 
 MAX_NAME_BYTES = 4096
 DEFAULT_TTL_S = 30.0

@@ -1,15 +1,16 @@
-"""Allocation, leases and eviction of the memory pool. Pure: no I/O, no clock, no access to the bytes.
+"""The memory pool: allocation, leases and eviction; and the counters of the daemon that uses it.
 
-While an entry is leased or pinned, its bytes neither move nor change. Of the other entries, the least
-recently used one is evicted first.
+Pure: no I/O, no clock, no access to the bytes. While an entry is leased or pinned, its bytes neither move nor
+change. Of the other entries, the least recently used one is evicted first.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
@@ -313,3 +314,30 @@ class MemoryPool:
         self.evicted_entries += 1
         self.evicted_bytes += entry.size_bytes
         self.lost_entries += not entry.disk_is_done or entry.disk_refused
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters since the daemon's start. Mutable: the parts of the daemon add to them."""
+
+    puts: Counter[str] = field(default_factory=Counter)
+    """By outcome: stored, exists, no_room, too_large, broken_off."""
+    put_bytes: int = 0
+    leases: Counter[str] = field(default_factory=Counter)
+    """By outcome: memory, waited (the object came while the client waited), miss."""
+    releases: Counter[str] = field(default_factory=Counter)
+    """By outcome: released, ended (the lease had ended already)."""
+    refused: Counter[int] = field(default_factory=Counter)
+    """Requests that the protocol does not allow, by status."""
+    served_bytes: int = 0
+    """Bytes sent to peers."""
+    disk: Counter[str] = field(default_factory=Counter)
+    """Files by event: written, read, evicted, write_failed, read_failed, skipped."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    peer_questions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By peer and answer: yes, no, failed."""
+    peer_fetches: Counter[str] = field(default_factory=Counter)
+    """By outcome: fetched, failed, no_room."""
+    fetched_bytes: int = 0
+    names_restored: int = 0

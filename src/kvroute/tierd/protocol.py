@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from kvroute.clock import Clock
 from kvroute.tierd import http as answers
-from kvroute.tierd.changes import changes_body
 from kvroute.tierd.http import (
     END_OF_HEAD,
     Acquire,
@@ -30,9 +29,9 @@ from kvroute.tierd.http import (
     parse_call,
     parse_head,
 )
-from kvroute.tierd.peers import INCARNATION_HEADER
+from kvroute.tierd.lower_levels import INCARNATION_HEADER
 from kvroute.tierd.pool import Entry, EntryLease, Extents
-from kvroute.tierd.store import IncomingObject, Refusal, Store
+from kvroute.tierd.store import IncomingObject, Refusal, Store, changes_body
 
 _DISCARD_BUFFER_BYTES = 256 << 10
 

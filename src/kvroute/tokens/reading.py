@@ -1,9 +1,14 @@
-"""Reads the prompt from a request's body: a chat to render, texts to encode, or token ids."""
+"""Reads the prompt from a request's body: a chat to render, texts to encode, or token ids.
+
+Bodies of /v1/messages (Anthropic) and /v1/responses become chats by vLLM 0.32's rules. Source for
+/v1/messages: entrypoints/anthropic/serving.py.
+"""
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,10 +16,288 @@ import msgspec
 
 from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, separators
 from kvroute.openai.request import InferenceRequest
-from kvroute.tokens.chat import Chat, EngineFlags, chat_completion
+from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, objects, template_kwargs, tool_schema
 from kvroute.tokens.options import Inexact, TokensReason
-from kvroute.tokens.other_apis import messages_request, responses_request
-from kvroute.tokens.template import ChatTemplate
+from kvroute.tokens.template import ChatTemplate, Message
+
+_BILLING_LINE = "x-anthropic-billing-header"
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
+def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: ChatTemplate | None) -> Chat:
+    """The chat that vLLM builds from a body of /v1/messages. Raises Inexact.
+
+    Two of vLLM's rules depend on the chat template. Without a template, bodies under these rules raise
+    Inexact.
+    """
+    turns = objects(body.get("messages"))
+    system = [text for text in _system_texts(body.get("system")) if text]
+    later = [text for turn in turns if turn.get("role") == "system" for text in [_joined(turn)] if text]
+    if later and template is None:
+        raise Inexact(TokensReason.UNSUPPORTED)
+    moved = template is not None and template.wants_system_first
+    messages: list[Message] = []
+    if moved:
+        system += later
+    if system:
+        messages.append({"role": "system", "content": "".join(system)})
+    for turn in turns:
+        if turn.get("role") == "system":
+            if not moved and (text := _joined(turn)):
+                messages.append({"role": "system", "content": text})
+        else:
+            messages.extend(_turn(turn))
+    tools = body.get("tools")
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "none" and flags.tools_dropped_for_none:
+        tools = None
+    return Chat(
+        messages=messages,
+        tools=None if tools is None else [_tool(tool) for tool in objects(tools)],
+        kwargs=template_kwargs(
+            body.get("chat_template_kwargs"),
+            {"add_generation_prompt": True, "continue_final_message": False},
+            _effort(body, template),
+            flags,
+        ),
+    )
+
+
+def _effort(body: Mapping[str, Any], template: ChatTemplate | None) -> str | None:
+    thinking, output = body.get("thinking"), body.get("output_config")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        if template is None:
+            raise Inexact(TokensReason.UNSUPPORTED)
+        return _least_effort(template)
+    return output.get("effort") if isinstance(output, dict) else None
+
+
+def _least_effort(template: ChatTemplate) -> str:
+    """vLLM's effort for disabled thinking: "none", or "low" if the template does not know "none"."""
+
+    def probe(effort: str) -> str | None:
+        message: Message = {"role": "user", "content": "Hi"}
+        if template.content_format == "openai":
+            message["content"] = [{"type": "text", "text": "Hi"}]
+        try:
+            return template.render([message], reasoning_effort=effort, enable_thinking=effort != "none")
+        except Inexact:
+            return None
+
+    none = probe("none")
+    return "low" if none is None or any(probe(effort) == none for effort in _EFFORTS) else "none"
+
+
+def _system_texts(system: Any) -> Iterator[str]:
+    if isinstance(system, str):
+        yield system
+    elif system is not None:
+        yield from _block_texts(system)
+
+
+def _block_texts(blocks: Any) -> Iterator[str]:
+    for block in objects(blocks):
+        if block.get("type") in ("tool_addition", "tool_removal"):
+            raise Inexact(TokensReason.UNSUPPORTED)
+        text = block.get("text")
+        if block.get("type") == "text" and isinstance(text, str) and not text.startswith(_BILLING_LINE):
+            yield text
+
+
+def _joined(turn: Message) -> str:
+    """The text of a system message within a conversation."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        return "" if content.startswith(_BILLING_LINE) else content
+    return "".join(_block_texts(content))
+
+
+def _turn(turn: Message) -> Iterator[Message]:
+    """The chat messages of one turn: first one message per tool result, then the rest."""
+    role, content = turn.get("role"), turn.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    parts: list[Message] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
+    for block in objects(content):
+        match block.get("type"):
+            case "text":
+                if block.get("text"):
+                    parts.append({"type": "text", "text": block["text"]})
+            case "thinking":
+                if block.get("thinking") is not None:
+                    thoughts.append(block["thinking"])
+            case "tool_use":
+                function = {
+                    "arguments": json.dumps(block.get("input") or {}),
+                    "name": block.get("name") or "",
+                }
+                # vLLM generates a missing id; few templates print it.
+                calls.append({"id": block.get("id") or "", "function": function, "type": "function"})
+            case "tool_result" if role == "user":
+                yield from _tool_result(block)
+            case "tool_result":
+                parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
+            case "redacted_thinking" | "tool_reference":
+                pass
+            case "image":
+                raise Inexact(TokensReason.MEDIA)
+            case _:
+                raise Inexact(TokensReason.UNSUPPORTED)
+    message: Message = {"role": role}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = parts[0]["text"] if len(parts) == 1 else parts
+    if role != "user" or parts:
+        yield message
+
+
+def _tool_result(block: Message) -> Iterator[Message]:
+    content, call = block.get("content"), block.get("tool_use_id") or ""
+    references: list[Message] = []
+    texts: list[str] = []
+    if isinstance(content, str):
+        texts.append(content)
+    for item in content if isinstance(content, list) else ():
+        match item.get("type"):
+            case "text":
+                texts.append(item.get("text", ""))
+            case "image":
+                raise Inexact(TokensReason.MEDIA)
+            case "tool_reference" if name := item.get("tool_name") or item.get("name"):
+                references.append({"type": "tool_reference", "name": name})
+    yield {"role": "tool", "tool_call_id": call, "content": "\n".join(texts)}
+    if references:
+        yield {"role": "tool", "tool_call_id": call, "content": references}
+
+
+def _tool(tool: Message) -> Message:
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise Inexact(TokensReason.UNREADABLE)
+    # The default type is the last field, because vLLM adds it to the client's fields.
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    return tool_schema({**tool, "parameters": parameters})
+
+
+_UNFINISHED = ("in_progress", "incomplete")
+_SHIMMED_TOOLS = ("namespace", "custom")
+"""Tools that vLLM rewrites into functions."""
+
+
+def responses_request(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
+    """The chat that vLLM builds from a body of /v1/responses. Raises Inexact."""
+    if body.get("previous_response_id") is not None:
+        raise Inexact(TokensReason.STORED_RESPONSE)
+    if body.get("truncation") not in (None, "disabled"):
+        raise Inexact(TokensReason.TRUNCATION)
+    if body.get("previous_input_messages") is not None:
+        raise Inexact(TokensReason.UNSUPPORTED)
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    unfinished = False
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        items = objects(given)
+        for item in items:
+            _add(item, messages)
+        unfinished = bool(items) and _is_unfinished(items[-1])
+    reasoning = body.get("reasoning")
+    return Chat(
+        messages=messages,
+        tools=_tools(body, flags),
+        kwargs=template_kwargs(
+            body.get("chat_template_kwargs"),
+            {"add_generation_prompt": not unfinished, "continue_final_message": unfinished},
+            reasoning.get("effort") if isinstance(reasoning, dict) else None,
+            flags,
+        ),
+        # Unlike the other chat endpoints: the BOS token of a template is followed by a second one.
+        add_special_tokens=True,
+    )
+
+
+def _is_unfinished(item: Message) -> bool:
+    return item.get("type", "message") in ("message", "reasoning") and item.get("status") in _UNFINISHED
+
+
+def _tools(body: Mapping[str, Any], flags: EngineFlags) -> list[Message] | None:
+    tools = body.get("tools")
+    if not tools or (body.get("tool_choice") == "none" and flags.tools_dropped_for_none):
+        return None
+    shown = []
+    for tool in objects(tools):
+        if tool.get("type") in _SHIMMED_TOOLS:
+            raise Inexact(TokensReason.UNSUPPORTED)
+        if tool.get("type") == "function":
+            shown.append(tool_schema(tool.get("function", tool)))
+    return shown
+
+
+def _add(item: Message, messages: list[Message]) -> None:
+    """Append the item's message, or add the item to the assistant's message before it."""
+    before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        if item.get("namespace"):
+            raise Inexact(TokensReason.UNSUPPORTED)
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "function": function, "type": "function"}
+        if before is not None:
+            before.setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output, call_id = item.get("output"), item.get("call_id")
+        messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+    elif kind == "reasoning":
+        _complete(before, messages, "reasoning", _thought(item))
+    elif kind == "message" and isinstance(item.get("role"), str):
+        content = item.get("content")
+        if item["role"] != "assistant":
+            messages.append({**item, "content": _as_chat_parts(content)})
+        elif isinstance(content, str):
+            _complete(before, messages, "content", content)
+        elif parts := objects(content):
+            _complete(before, messages, "content", parts[0].get("text"))
+        else:
+            raise Inexact(TokensReason.UNREADABLE)
+    else:
+        raise Inexact(TokensReason.UNSUPPORTED)
+
+
+def _as_chat_parts(content: Any) -> Any:
+    """Parts with the type name of chat completions: `input_text` and `text` have the same meaning."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "type": "text"} if part.get("type") == "input_text" else part for part in objects(content)
+    ]
+
+
+def _thought(item: Message) -> str:
+    if item.get("encrypted_content"):
+        raise Inexact(TokensReason.UNSUPPORTED)
+    texts = objects(item.get("content") or item.get("summary") or [])
+    return str(texts[0].get("text", "")) if texts else ""
+
+
+def _complete(before: Message | None, messages: list[Message], name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise Inexact(TokensReason.UNREADABLE)
+    if before is not None and before.get(name) is None:
+        before[name] = text
+    else:
+        messages.append({"role": "assistant", name: text})
+
 
 TokenIds: TypeAlias = "array[int]"
 """An array of type code "I": 4 bytes per token, in the form that is hashed."""

@@ -9,14 +9,14 @@ import yaml
 from tests.support.manifests import RELEASES, check
 
 from kvroute.app.config import Config, load
-from kvroute.app.metrics_reference import families
+from kvroute.app.reference import families
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.kubernetes import (
     SECRET_FILE,
     kubernetes_objects,
     render_kubernetes,
-    with_earlier_key,
 )
+from kvroute.deploy.render.manifest import with_earlier_key
 from kvroute.deploy.spec.loading import fix_layout
 
 S3 = {"endpoint": "s3://b.s3.eu-central-1.amazonaws.com", "region": "eu-central-1"}

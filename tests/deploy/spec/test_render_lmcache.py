@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from kvroute.cli.tierd import tierd
+from kvroute.cli.servers import tierd
 from kvroute.deploy.render.lmcache import render_lmcache
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.render.worker_args import render_worker_args

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvroute.deploy.render.kubernetes import kubernetes_objects
-from kvroute.deploy.shutdown import (
+from kvroute.deploy.render.plan import (
     DRAIN_S,
     GATEWAY_DELAY_S,
     NOTICE_S,

@@ -13,8 +13,8 @@ from tests.support.waiting import until
 from kvroute.clock import SystemClock
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.dns import DnsDiscovery, of_family, system_addresses
-from kvroute.fleet.discovery.options import DnsOptions
 from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.options import DnsOptions
 
 NOBODY = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 

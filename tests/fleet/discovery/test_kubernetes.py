@@ -18,10 +18,9 @@ from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.kubernetes import KubernetesDiscovery
 from kvroute.fleet.discovery.kubernetes_api import access_of
-from kvroute.fleet.discovery.options import KubernetesOptions
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.options import FleetOptions, KubernetesOptions
 from kvroute.fleet.worker import Ejection, HealthState, WorkerSpec
 
 CERTIFICATE = Path(__file__).parents[2] / "data" / "tls" / "localhost.pem"

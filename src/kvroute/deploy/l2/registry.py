@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvroute.deploy.l2.adapters import S3, FileSystem, Mooncake, Redis, Valkey
 from kvroute.deploy.l2.backend import Backend
-from kvroute.deploy.l2.native import S3, FileSystem, Mooncake
-from kvroute.deploy.l2.redis import Redis, Valkey
 from kvroute.deploy.l2.tieredstorage import TieredStorage
 
 BACKENDS: Final[dict[str, Backend]] = {

@@ -28,7 +28,7 @@ from kvroute.deploy.render.monitoring import (
     monitoring_files,
     provisioning_files,
 )
-from kvroute.deploy.render.plan import Cache, EndpointPlan, identifier
+from kvroute.deploy.render.plan import Cache, EndpointPlan, gateway_stop_s, identifier, worker_grace_s
 from kvroute.deploy.render.reach import (
     L2_PASSWORD_OPTION,
     event_ports,
@@ -45,7 +45,6 @@ from kvroute.deploy.render.site import (
     compose_site,
 )
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
-from kvroute.deploy.shutdown import gateway_stop_s, worker_grace_s
 from kvroute.deploy.spec.worker import S3Storage
 
 Service = dict[str, Any]

@@ -11,27 +11,24 @@ from kvroute.deploy.render.manifest import (
     Manifest,
     cache_variables,
     disruption_budget,
+    has_sidecar,
     http_get,
+    lmcache_container,
     manifest,
     matching,
+    needs_host_ipc,
     placement,
     plain_variables,
     pod_template,
     selector,
     service_port,
-)
-from kvroute.deploy.render.manifest_cache import (
-    has_sidecar,
-    lmcache_container,
-    needs_host_ipc,
     tier_mounts,
     tier_volumes,
 )
-from kvroute.deploy.render.plan import GPU, GPU_PARTITION, EndpointPlan, Model
+from kvroute.deploy.render.plan import GPU, GPU_PARTITION, EndpointPlan, Model, pre_stop, worker_grace_s
 from kvroute.deploy.render.reach import event_ports
 from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, TRANSFER_PORT, DeploymentSite, WorkerSite
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
-from kvroute.deploy.shutdown import pre_stop, worker_grace_s
 from kvroute.deploy.spec.worker import FsxStorage, Probe, S3Storage
 
 HUB_CACHE = "/root/.cache/huggingface"

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from kvroute.deploy.plan import TINY_BLOCK_SIZE, TINY_BLOCKS, TINY_KV_CACHE_GIB, TINY_MAX_MODEL_LEN
 from kvroute.deploy.render.lmcache import compact, connector, worker_environment
-from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.plan import EndpointPlan, shutdown_arguments
 from kvroute.deploy.render.site import DeploymentSite, WorkerSite, local_site
-from kvroute.deploy.shutdown import shutdown_arguments
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
     GpuPlacement,

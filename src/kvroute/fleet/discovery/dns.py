@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from kvroute.clock import Clock
 from kvroute.errors import DiscoveryError
-from kvroute.fleet.discovery.options import DnsOptions, place_of
-from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.options import DnsOptions, FleetOptions, place_of
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 log = logging.getLogger(__name__)

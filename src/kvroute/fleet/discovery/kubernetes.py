@@ -11,18 +11,19 @@ from typing import Final
 
 from kvroute.clock import Clock
 from kvroute.errors import DiscoveryError, WatchExpired
-from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, Listing, access_of
-from kvroute.fleet.discovery.kubernetes_objects import (
+from kvroute.fleet.discovery.kubernetes_api import (
+    KubernetesApi,
+    Listing,
     Object,
     ObjectReader,
     ObjectReading,
+    access_of,
     by_name,
     name_of,
     read_endpoint_slice,
     read_pod,
 )
-from kvroute.fleet.discovery.options import KubernetesOptions
-from kvroute.fleet.options import FleetOptions
+from kvroute.fleet.options import FleetOptions, KubernetesOptions
 from kvroute.fleet.worker import WorkerSpec
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,97 @@
+"""The other members of the fleet, as the channel of one process knows them, and the channel's counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvroute.replicas.envelope import Refusal
+from kvroute.replicas.messages import MemberState
+
+JOINS: Final = -1
+"""In place of the number of a batch: this process does not have the member's state yet."""
+
+
+@dataclass(slots=True)
+class ChannelCounts:
+    """Totals since the start. Mutable: incremented by the channel."""
+
+    sent: int = 0
+    received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    envelopes_sent: int = 0
+    envelopes_received: int = 0
+    missed: int = 0
+    """Batches of other members that did not arrive."""
+    dropped: int = 0
+    """Own envelopes that were dropped because too many bytes waited."""
+    outages: int = 0
+    """Times that Redis could no longer be used."""
+    deaths: int = 0
+    """Members that fell silent without having left."""
+    refused: dict[Refusal, int] = field(default_factory=lambda: dict.fromkeys(Refusal, 0))
+
+
+@dataclass(slots=True)
+class Member:
+    """One other process, by its epoch. Mutable: by the channel."""
+
+    sender: bytes
+    seq: int
+    """Of the last batch that arrived or was made up for."""
+    heard_at: float
+    state: MemberState | None = None
+    has: int = JOINS
+    """The last batch before the first gap that is not made up for."""
+    until: int = JOINS
+    """The last batch of the gaps."""
+    is_complete: bool = False
+    """Whether the state has arrived and nothing was missed since."""
+    is_linked: bool = False
+    is_believed: bool = False
+    """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
+    asked_at: float = -math.inf
+    asked_until: int = JOINS
+    gaps: int = 0
+    missed: int = 0
+    gone_at: float | None = None
+    has_left: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.sender.hex()
+
+    @property
+    def name(self) -> str:
+        return f"{self.state.name}/{self.state.process}" if self.state is not None else self.id
+
+    @property
+    def release(self) -> str:
+        return self.state.release if self.state is not None else "?"
+
+    @property
+    def standing(self) -> str:
+        """alive, joining (its state has not arrived), silent, or left."""
+        if self.gone_at is not None:
+            return "left" if self.has_left else "silent"
+        return "alive" if self.is_complete else "joining"
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """The member as JSON values."""
+        state = self.state
+        return {
+            "member": self.id,
+            "name": state.name if state else None,
+            "process": state.process if state else None,
+            "is_self": False,
+            "state": self.standing,
+            "problem": None,
+            "release": state.release if state else None,
+            "has_key": state.has_key if state else None,
+            "lag_ms": round(1e3 * state.lag_s, 3) if state and state.lag_s >= 0 else None,
+            "silent_s": round(now - self.heard_at, 3),
+            "gaps": self.gaps,
+            "missed_batches": self.missed,
+        }

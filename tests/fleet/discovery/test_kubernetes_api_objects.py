@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvroute.fleet.discovery.kubernetes_api import (
+    FoundWorker,
+    ObjectReader,
+    by_name,
+    read_endpoint_slice,
+    read_pod,
+)
+from kvroute.fleet.worker import WorkerId, WorkerSpec
+
+READER = ObjectReader("http", role_label="role", model_label="example.com/model")
+
+
+def slice_of(*endpoints: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    item = {
+        "metadata": {"name": "s", "labels": {}},
+        "addressType": "IPv4",
+        "ports": [{"name": "metrics", "port": 9}, {"name": "http", "port": 8000}],
+        "endpoints": list(endpoints),
+    }
+    return {**item, **fields}
+
+
+# Pods
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ports", "url"),
+    [
+        ("http", None, "http://10.0.0.1:8000"),
+        ("metrics", None, "http://10.0.0.1:9"),
+        (8123, None, "http://10.0.0.1:8123"),
+        (8123, [], "http://10.0.0.1:8123"),
+    ],
+)
+def test_a_port_is_named_or_numbered(wanted, ports, url, pod):
+    (found,) = read_pod(pod("a", ports=ports), ObjectReader(wanted)).found
+
+    assert found.url == url
+
+
+def test_an_unknown_port_name_is_trouble(pod):
+    reading = read_pod(pod("a"), ObjectReader("grpc"))
+
+    assert reading.found == ()
+    assert "pod a" in reading.trouble
+    assert "'grpc'" in reading.trouble
+
+
+def test_a_sidecar_may_have_the_port_and_a_plain_init_container_not(pod):
+    item = pod("a", ports=[])
+    sidecar = {"name": "proxy", "ports": [{"name": "http", "containerPort": 80}], "restartPolicy": "Always"}
+    item["spec"]["initContainers"] = [{"ports": [{"name": "http", "containerPort": 1}]}, sidecar]
+
+    (found,) = read_pod(item, READER).found
+
+    assert found.url == "http://10.0.0.1:80"
+
+
+def test_an_ipv6_address_is_bracketed_and_the_scheme_is_as_configured(pod):
+    (found,) = read_pod(pod("a", "fd00::1"), ObjectReader(1, "https")).found
+
+    assert found.url == "https://[fd00::1]:1"
+
+
+@pytest.mark.parametrize(
+    ("labels", "annotations", "models"),
+    [
+        ({}, {}, ()),
+        ({"example.com/model": "llama"}, {}, ("llama",)),
+        (
+            {"example.com/model": "Qwen-Qwen3"},
+            {"example.com/model": "Qwen/Qwen3, lora"},
+            ("Qwen/Qwen3", "lora"),
+        ),
+    ],
+)
+def test_models_come_from_the_label_or_the_annotation_of_its_key(labels, annotations, models, pod):
+    (found,) = read_pod(pod("a", labels=labels, annotations=annotations), READER).found
+
+    assert found.spec(draining=False) == WorkerSpec(WorkerId("a"), "http://10.0.0.1:8000", models)
+
+
+def test_a_role_is_read_and_may_be_a_condition(pod):
+    decoding, plain = pod("a", labels={"role": "decode"}), pod("b")
+    only = ObjectReader("http", role_label="role", roles=("decode", "both"))
+
+    assert [found.role for found in read_pod(decoding, READER).found] == ["decode"]
+    assert [found.role for found in read_pod(plain, READER).found] == [None]
+    assert [found.role for found in read_pod(decoding, only).found] == ["decode"]
+    assert read_pod(plain, only).found == ()
+    assert read_pod(pod("c", ports=[]), only).trouble == ""  # not ours, so not our trouble
+
+
+@pytest.mark.parametrize("item", [{}, {"metadata": None, "status": {"podIP": "1.1.1.1"}, "spec": []}])
+def test_an_object_with_parts_missing_breaks_nothing(item):
+    read_pod(item, READER)
+    read_endpoint_slice(item, READER)
+    read_endpoint_slice({**item, "endpoints": [{}, {"addresses": []}, None]}, ObjectReader(1))
+
+
+# EndpointSlices
+
+
+def test_an_endpoint_is_named_after_its_pod_or_its_place():
+    named = {"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "a"}}
+    outside = {"addresses": ["10.0.0.2", "10.0.0.9"]}
+    node = {"addresses": ["10.0.0.3"], "targetRef": {"kind": "Node", "name": "n"}}
+
+    found = read_endpoint_slice(slice_of(named, outside, node), READER).found
+
+    assert [(each.name, each.url) for each in found] == [
+        ("a", "http://10.0.0.1:8000"),
+        ("10.0.0.2:8000", "http://10.0.0.2:8000"),
+        ("10.0.0.3:8000", "http://10.0.0.3:8000"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "ready", "terminating"),
+    [
+        ({}, True, False),
+        ({"ready": None}, True, False),
+        ({"ready": False}, False, False),
+        ({"ready": False, "serving": True, "terminating": True}, False, True),
+        ({"ready": True, "terminating": True}, True, True),  # publishNotReadyAddresses
+    ],
+)
+def test_conditions_of_an_endpoint(conditions, ready, terminating):
+    endpoint = {"addresses": ["10.0.0.1"], "conditions": conditions}
+
+    (found,) = read_endpoint_slice(slice_of(endpoint), READER).found
+
+    assert (found.is_ready, found.is_terminating) == (ready, terminating)
+
+
+def test_a_slice_without_the_port_is_trouble_unless_it_is_empty():
+    endpoint = {"addresses": ["10.0.0.1"]}
+
+    assert "EndpointSlice s" in read_endpoint_slice(slice_of(endpoint), ObjectReader("grpc")).trouble
+    assert read_endpoint_slice(slice_of(), ObjectReader("grpc")).trouble == ""
+    assert read_endpoint_slice(slice_of(endpoint), ObjectReader(99)).found[0].url == "http://10.0.0.1:99"
+
+
+def test_names_instead_of_addresses_are_left_to_dns():
+    assert not read_endpoint_slice(
+        slice_of({"addresses": ["db.example.com"]}, addressType="FQDN"), READER
+    ).found
+
+
+def test_values_of_the_role_label_may_have_other_names(pod):
+    reader = ObjectReader("http", role_label="model", meanings={"llama-prefill": "prefill"})
+
+    found = [
+        read_pod(pod("a", labels={"model": value}), reader).found[0].role
+        for value in ("llama-prefill", "other")
+    ]
+
+    assert found == ["prefill", "other"]
+
+
+def test_a_slices_labels_are_its_endpoints_role_and_model():
+    metadata = {"name": "s", "labels": {"role": "prefill", "example.com/model": "llama"}}
+    reading = read_endpoint_slice(slice_of({"addresses": ["10.0.0.1"]}, metadata=metadata), READER)
+
+    assert (reading.found[0].role, reading.found[0].models) == ("prefill", ("llama",))
+
+
+def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
+    def found(url: str, *, ready: bool = True, terminating: bool = False) -> FoundWorker:
+        return FoundWorker("a", url, ready, terminating)
+
+    six, four = found("http://[fd00::1]:1"), found("http://10.0.0.1:1")
+    ending, unready = found("http://10.0.0.2:1", terminating=True), found("http://10.0.0.0:1", ready=False)
+
+    for order in ([six, ending, unready, four], [four, unready, ending, six]):
+        assert by_name(order) == {"a": four}
+    assert by_name([six]) == {"a": six}
+
+
+# Nodes
+
+
+def test_the_node_comes_from_the_pod_or_the_endpoint(pod):
+    placed = pod("a")
+    placed["spec"]["nodeName"] = "node-7"
+    (found,) = read_pod(placed, READER).found
+    (end, nowhere) = read_endpoint_slice(
+        slice_of({"addresses": ["10.0.0.1"], "nodeName": "node-8"}, {"addresses": ["10.0.0.2"]}), READER
+    ).found
+
+    assert (found.node, end.node, nowhere.node) == ("node-7", "node-8", None)
+    assert found.spec(draining=False).node == "node-7"
