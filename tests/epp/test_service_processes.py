@@ -80,7 +80,10 @@ def run_pickers(tmp_path: Path) -> RunPickers:
         async with AsyncExitStack() as stack:
             sims = [await stack.enter_async_context(run_sim(options)) for _ in range(workers)]
             listed = [word for sim in sims for word in ("--worker", sim.url)]
-            ports = [(free_port(), free_port()) for _ in range(count)]
+            free = set[int]()
+            while len(free) < 2 * count:  # the kernel may give a free port again
+                free.add(free_port())
+            ports = [(free.pop(), free.pop()) for _ in range(count)]
             processes = [
                 await spawn(
                     stack, "epp", "--port", str(grpc), "--http-port", str(http), *listed, *settings,
