@@ -2,9 +2,8 @@
 
 The protocol is the endpoint picker protocol 1.0 of the Gateway API Inference Extension over Envoy's
 `envoy.service.ext_proc.v3.ExternalProcessor` (Envoy 1.40). One stream belongs to one HTTP request. With one
-filter the stream shows the whole request. With two filters the first one's stream ends when the request was
-sent (part `pick`), and the second one's shows the answer's head and the end (part `watch`), so that an answer
-survives the picker that dies.
+filter the stream shows the whole request. With two the first one's stream ends when the request was sent
+(`pick`), and the second one's shows the answer's head and end (`watch`): an answer survives its picker.
 """
 
 from __future__ import annotations
@@ -528,7 +527,7 @@ def credentials(tls: ServerTlsOptions) -> Any:
     def configuration() -> Any:
         assert tls.key_file is not None
         assert tls.cert_file is not None
-        authorities = tls.client_ca_file.read_bytes() if tls.client_ca_file is not None else None
+        authorities = tls.client_ca_file.read_bytes() if needs_client and tls.client_ca_file else None
         pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
 
