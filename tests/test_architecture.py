@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,7 @@ READS_WALL = {
     "app/listening.py": "whether a certificate has expired",
     "app/reloading.py": "shows since when a configuration is in force",
     "app/runtime.py": "`created` of the models",
-    "gateway/decision_lines.py": "time in the log lines of production-stack's router",
+    "app/compat.py": "time in the log lines of production-stack's router",
     "gateway/client_keys.py": "`expires` of keys",
     "gateway/journal.py": "time stamps of log lines, decisions and spans",
     "gateway/jwt.py": "`exp`, `nbf` and `iat` of tokens",
@@ -86,3 +88,25 @@ def test_no_deadline_age_or_rate_depends_on_the_wall_clock():
     }
 
     assert {file for file in found if not file.startswith("sim/")} == READS_WALL.keys()
+
+
+EXTRAS = (
+    "envoy",
+    "grpc",
+    "joserfc",
+    "opentelemetry",
+    "fastokens",
+    "cryptography",
+    "vllm",
+    "lmcache",
+    "torch",
+)
+
+
+@pytest.mark.parametrize("module", ["kvroute.cli.serve", "kvroute.app.runtime", "kvroute.app.server"])
+def test_the_gateway_loads_without_the_optional_packages(module):
+    hide = "import sys; sys.modules.update(dict.fromkeys(sys.argv[2:])); __import__(sys.argv[1])"
+
+    done = subprocess.run([sys.executable, "-c", hide, module, *EXTRAS], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr

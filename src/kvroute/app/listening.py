@@ -257,7 +257,7 @@ def picker_plane() -> type[DataPlane]:
 
 def picker_listener(config: Config, fleet: Fleet, plane: DataPlane, http: uvicorn.Config) -> Listener:
     """The gRPC listener of a picker, whose plane is a `PickerPlane`. `http` is its HTTP listener."""
-    from kvroute.epp.messages import Endpoints
+    from kvroute.epp.endpoints import Endpoints
     from kvroute.epp.picker import PickerPlane
     from kvroute.epp.service import ExternalProcessor, Health, Listener
 

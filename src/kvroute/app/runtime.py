@@ -22,8 +22,8 @@ from kvroute.app.collectors import (
     load_gauges,
     tier_gauges,
 )
+from kvroute.app.compat import VllmRouterMetrics, announcer
 from kvroute.app.config import Config, masked
-from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
 from kvroute.app.scaling import Scaling, cache_value_of
 from kvroute.blocks.keys import Tier
@@ -42,7 +42,6 @@ from kvroute.gateway.attempts import AttemptDeps, RetryBudget
 from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.decision_lines import announcer
 from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvroute.epp.messages import AnswerHead, Endpoints
+from kvroute.epp.endpoints import Endpoints
+from kvroute.epp.messages import AnswerHead
 from kvroute.errors import NoRoutableWorker
 from kvroute.gateway.asgi import relay_body, stored_plan
 from kvroute.gateway.dataplane import DataPlane

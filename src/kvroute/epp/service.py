@@ -20,9 +20,8 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2
 
+from kvroute.epp.endpoints import Endpoints, EppOptions
 from kvroute.epp.messages import (
-    Endpoints,
-    EppOptions,
     Head,
     picked,
     read_answer,

@@ -10,7 +10,7 @@ import pytest
 from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
-from kvroute.epp.messages import Endpoints
+from kvroute.epp.endpoints import Endpoints
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
