@@ -91,15 +91,8 @@ def test_no_deadline_age_or_rate_depends_on_the_wall_clock():
 
 
 EXTRAS = (
-    "envoy",
-    "grpc",
-    "joserfc",
-    "opentelemetry",
-    "fastokens",
-    "cryptography",
-    "vllm",
-    "lmcache",
-    "torch",
+    *("envoy", "grpc", "joserfc", "fastokens", "cryptography", "vllm", "lmcache", "torch"),
+    *("opentelemetry.sdk", "opentelemetry.exporter"),
 )
 
 

@@ -117,11 +117,11 @@ def pipe(stream: Stream) -> Iterator[tuple[int, QueuedWriter]]:
 
 
 def lines_of(reading: int, last: str) -> list[str]:
-    """Read a pipe up to the line that ends with `last`."""
+    """Read a pipe up to the line that ends with `last`. The first line may be the end of one."""
     text = ""
     while not text.endswith(last + "\n"):
         text += os.read(reading, 1 << 20).decode()
-    return [line.split(" kvroute.")[1] for line in text.splitlines()]
+    return [line.split(" kvroute.")[-1] for line in text.splitlines()]
 
 
 def test_lines_for_a_pipe_that_nobody_reads_wait_and_later_ones_are_lost_and_counted(
