@@ -63,7 +63,7 @@ READS_WALL = {
     "app/listening.py": "whether a certificate has expired",
     "app/reloading.py": "shows since when a configuration is in force",
     "app/runtime.py": "`created` of the models",
-    "app/compat.py": "time in the log lines of production-stack's router",
+    "gateway/decision_lines.py": "time in the log lines of production-stack's router",
     "gateway/client_keys.py": "`expires` of keys",
     "gateway/journal.py": "time stamps of log lines, decisions and spans",
     "gateway/jwt.py": "`exp`, `nbf` and `iat` of tokens",

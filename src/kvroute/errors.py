@@ -106,6 +106,10 @@ class ConnectRefused(UpstreamError):
     cause = "refused"
 
 
+OUT_OF_DESCRIPTORS = "out_of_descriptors"
+"""Why the gateway itself refuses: no file descriptor is left."""
+
+
 class NoResources(UpstreamError):
     sent = False
     cause = "no_resources"

@@ -19,7 +19,7 @@ def served(monkeypatch):
     """What `serve` would run; the server itself is replaced."""
     configs = []
     monkeypatch.setattr(
-        kvroute.app.server, "run", lambda config, source, signature: configs.append(config) or 0
+        kvroute.app.server, "run", lambda config, source, signature, **_: configs.append(config) or 0
     )
     return configs
 
@@ -29,7 +29,7 @@ def sources(monkeypatch):
     """What `serve` would load again at a reload; the server itself is replaced."""
     found = []
     monkeypatch.setattr(
-        kvroute.app.server, "run", lambda config, source, signature: found.append(source) or 0
+        kvroute.app.server, "run", lambda config, source, signature, **_: found.append(source) or 0
     )
     return found
 

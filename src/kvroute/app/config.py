@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvroute.app import config_paths as paths
-from kvroute.app.compat import MetricsOptions
 from kvroute.app.config_loading import (
     ConfigSetting,
     Settings,
@@ -26,6 +25,7 @@ from kvroute.app.config_loading import (
     unknown,
 )
 from kvroute.app.config_paths import Path, dotted
+from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.epp.endpoints import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions

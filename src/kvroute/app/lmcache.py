@@ -18,10 +18,10 @@ from kvroute.app.collectors import (
     prefetch_metric,
     tierd_metrics,
 )
-from kvroute.app.compat import worker_registered
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
+from kvroute.gateway.decision_lines import worker_registered
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import Coordinator

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from kvroute.app.compat import announcer
 from kvroute.app.config import Config, ConfigSource, Loaded, check_files, masked, origin_note
 from kvroute.app.config_paths import dotted
 from kvroute.clock import Clock, SystemClock
@@ -28,6 +27,7 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.gateway.access import session_fields, session_key_sources
 from kvroute.gateway.attempts import RetryBudget
 from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.decision_lines import announcer
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import Bounded

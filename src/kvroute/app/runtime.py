@@ -22,8 +22,8 @@ from kvroute.app.collectors import (
     load_gauges,
     tier_gauges,
 )
-from kvroute.app.compat import VllmRouterMetrics, announcer
 from kvroute.app.config import Config, masked
+from kvroute.app.metrics_compat import VllmRouterMetrics
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
 from kvroute.app.scaling import Scaling, cache_value_of
 from kvroute.blocks.keys import Tier
@@ -42,6 +42,7 @@ from kvroute.gateway.attempts import AttemptDeps, RetryBudget
 from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
+from kvroute.gateway.decision_lines import announcer
 from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
@@ -280,7 +281,7 @@ class Runtime:
 
         if replica.number != TRACKING_PROCESS:
             self._mirror = mirror = CacheTrackerMirror(
-                *shared, self.router.set_rate, lambda message: mesh.send(TRACKING_PROCESS, message)
+                *shared, self._bandwidth_received, lambda message: mesh.send(TRACKING_PROCESS, message)
             )
             return mirror
         max_chunks = config.lmcache.coordinator.max_chunks
@@ -354,8 +355,7 @@ class Runtime:
         return PageCollector([*read(collected), *read(Gauges(lambda: compat.of(collected)))])
 
     def _read_ring(self) -> KeyRing | None:
-        """The named keys, if they are configured. Raises ConfigError. Blocks: called before the gateway
-        serves."""
+        """The named keys, if configured. Raises ConfigError. Blocks: called before the gateway serves."""
         file, processes = self._config.server.client_keys.file, self._config.server.processes
         if file is None:
             return None
@@ -523,6 +523,9 @@ class Runtime:
         if self._map_publisher is not None:
             self._map_publisher.publish_bandwidth(slot, tier, self.router.rate(slot, tier))
 
+    def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
+        self.router.set_rate(slot, tier, gb_s)
+
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""
         if self.cache_tracker is not None:
@@ -545,5 +548,3 @@ class Runtime:
                 self._owners.forget_worker(worker.id)
             case FleetChange.EJECTED if worker.ejection is not None:
                 self.metrics.ejections.labels(worker.id, worker.ejection.value).inc()
-            case _:
-                pass

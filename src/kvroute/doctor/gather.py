@@ -17,7 +17,6 @@ import httpx
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from kvroute.doctor.event_tap import EventTap, http_trouble, why_closed, why_no_replay
 from kvroute.doctor.observations import (
     CacheServerSeen,
     Deployment,
@@ -32,6 +31,7 @@ from kvroute.doctor.observations import (
     counted_hits,
     metric,
 )
+from kvroute.doctor.service_checks import EventTap, http_trouble, why_closed, why_no_replay
 from kvroute.events.options import KvEventSource, configured_sources, parse_sources
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ModelsPage, WorkerSpec, parse_models
 

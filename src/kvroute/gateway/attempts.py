@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.errors import (
+    OUT_OF_DESCRIPTORS,
     ConnectionLost,
     ConnectRefused,
     ConnectTimeout,
@@ -27,7 +28,6 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
-from kvroute.gateway.own_limits import OUT_OF_DESCRIPTORS
 from kvroute.gateway.planner import RequestPlan
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Router

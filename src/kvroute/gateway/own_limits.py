@@ -23,12 +23,11 @@ from typing import Any, Final, NamedTuple, Protocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from kvroute.clock import Clock
-from kvroute.errors import GatewayOverloaded
+from kvroute.errors import OUT_OF_DESCRIPTORS, GatewayOverloaded
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-OUT_OF_DESCRIPTORS = "out_of_descriptors"
 LOW_MEMORY = "low_memory"
 
 _RESERVE_SHARE = 10

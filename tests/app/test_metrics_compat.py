@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.clocks import ManualClock
 from tests.support.memory import growth_bytes
 
-from kvroute.app.compat import VllmRouterMetrics, _HostUse
+from kvroute.app.metrics_compat import VllmRouterMetrics, _HostUse
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.metrics import Gauges, Metrics
