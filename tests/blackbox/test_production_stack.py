@@ -345,15 +345,3 @@ async def test_a_static_worker_that_answers_500_gets_no_requests(run, workers, t
 
     assert len(engines) == 1
     assert {url for urls in found.values() for url in urls} == {workers[0]}
-
-
-async def test_disaggregated_prefill_is_refused_in_words(run, tmp_path):
-    gateway = await run(
-        "vllm-router", "--service-discovery", "static", "--static-backends", "http://127.0.0.1:1",
-        "--static-models", MODEL, "--routing-logic", "disaggregated_prefill",
-        env={"XDG_STATE_HOME": str(tmp_path)},
-    )  # fmt: skip
-
-    assert await gateway.process.wait() == 2
-    await until(lambda: "--routing-logic" in gateway.log, within_s=30)
-    assert "does not separate prefill and decode" in gateway.log

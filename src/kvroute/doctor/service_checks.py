@@ -1,4 +1,4 @@
-"""Judges the gateway, LMCache's servers and the Redis of L2 (pure), and listens to a worker's event stream."""
+"""Judges the gateway, LMCache's servers and L2's Redis (pure), and listens to a worker's event stream."""
 
 from __future__ import annotations
 
