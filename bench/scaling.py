@@ -11,13 +11,14 @@ roll    Each 60 s one worker drains, ends and starts again with an empty cache. 
         three times, each time with other content. The hit rate is compared with that of the same requests in
         a run without the update.
 down    Scaling down after a peak, at the recorded pace, because the value of a cache depends on the pauses of
-        its conversations; the engines are slow enough for 70% load. After 15 minutes two of three new
-        conversations stay away; begun ones go on. After 300 s more, the default stabilisation window of an
-        HPA, 6 of 12 workers are removed at once: those with the lowest deletion costs that the gateway has
-        written, or random ones. The figures are the cached tokens of the requests that arrive in the next
-        seconds, summed over the seeds, relative to the mean of the random removals of each seed. A seed
-        chooses the conversations that stay away and the moments of arrivals.
-        "steady": nobody stays away, and 3 of 12 workers are removed. Then all workers are worth the same.
+        its conversations; the engines are slow enough for 70% load. After 15 minutes the load falls to a
+        third: two of three conversations end ("users leave"), or two of three new conversations do not begin
+        and begun ones go on ("fewer arrive"). After 300 s more, the default stabilisation window of an HPA, 6
+        of 12 workers are removed at once: those with the lowest deletion costs that the gateway has written,
+        or random ones. The figures are the cached tokens of the requests that arrive in the next seconds,
+        summed over the seeds, relative to the mean of the random removals of each seed, with a 90% interval
+        from resampled seeds. A seed chooses the conversations and the moments of arrivals. "steady": the load
+        stays, and 3 of 12 workers are removed. Then all workers are worth about the same.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ QUANTUM_S = 3.0
 """The trace has times in steps of 3 s; a request arrives at a random moment of its step."""
 WINDOWS_S = (60.0, 120.0, 300.0)
 KEPT = 1 / 3
+CHANGES = USERS, ARRIVALS, STEADY = "users leave", "fewer arrive", "steady"
 OPTIONS = DeletionCostOptions(enabled=True)
 
 
@@ -105,15 +107,10 @@ class Fleet(Kvroute):
 
     def write_costs(self) -> None:
         """One round of the gateway: write the deletion costs that have changed."""
-        gateway, now = self.gateways[0], self.run.now
-        token_s = gateway.router.costs("model").token_s
+        now = self.run.now
         worths = [
-            WorkerWorth(
-                worker.id,
-                self.value.seconds(worker.index, now),
-                worker.load.wait(now) + worker.load.active_tokens * token_s,
-            )
-            for worker in gateway.view.workers
+            WorkerWorth(worker.id, self.value.seconds(worker.index, now), worker.load.wait(now))
+            for worker in self.gateways[0].view.workers
         ]
         due = due_patches(worths, self.written, min_change=OPTIONS.min_change, most=OPTIONS.max_patches)
         self.written.update(due)
@@ -217,12 +214,13 @@ class Down:
 
     scale: float
     seed: int
-    after_peak: bool
+    change: str
+    """How the load falls: one of `CHANGES`."""
     choices: int
 
     @property
     def removed(self) -> int:
-        return WORKERS // 2 if self.after_peak else WORKERS // 4
+        return WORKERS // 4 if self.change == STEADY else WORKERS // 2
 
 
 Hits = list[int]
@@ -276,15 +274,16 @@ def in_copy(function: Callable[[], Hits]) -> Hits:
 
 
 def arrivals(case: Down) -> Iterator[tuple[float, Row]]:
-    """The requests of the trace with their times, without those that stay away."""
-    random, begun, stays = Random(case.seed), set[int](), dict[int, bool]()
+    """The requests of the trace with their times, without those of conversations that end or do not begin."""
+    random, kept, begun = Random(case.seed), dict[int, bool](), set[int]()
     for row in trace_rows():
         at = row.quantum_s + random.uniform(0.0, QUANTUM_S)
         if at >= REMOVAL_S + max(WINDOWS_S):
             continue
-        if not case.after_peak or row.quantum_s < PEAK_S:
+        is_kept = kept.setdefault(row.session, random.random() < KEPT)
+        if row.quantum_s < PEAK_S:
             begun.add(row.session)
-        elif row.session not in begun and not stays.setdefault(row.session, random.random() < KEPT):
+        elif not (is_kept or case.change == STEADY or (case.change == ARRIVALS and row.session in begun)):
             continue
         yield at, row
 
@@ -311,14 +310,26 @@ def measure_roll(pool: Pool, full: float) -> dict[str, object]:
     return {"steady": asdict(steady), "updated": asdict(updated)}
 
 
+def interval(results: Sequence[Sequence[Hits]]) -> list[tuple[float, float]]:
+    """The 90% interval of each of `gains`, from 1,000 samples of the seeds with replacement."""
+    random = Random(0)
+    samples = [gains(random.choices(results, k=len(results))) for _ in range(1000)]
+    columns = [sorted(column) for column in zip(*samples, strict=True)]
+    return [(column[50], column[949]) for column in columns]
+
+
 def measure_down(pool: Pool, full: float, seeds: int, choices: int) -> dict[str, object]:
     report: dict[str, object] = {}
-    for name, after_peak in (("after a peak", True), ("steady", False)):
-        cases = [Down(LOAD * full, seed, after_peak, choices) for seed in range(seeds)]
-        found = gains(pool.map(down, cases, chunksize=1))
-        parts = [f"{gain:+.1%} in {window:.0f} s" for gain, window in zip(found, WINDOWS_S, strict=True)]
-        print(f"down, {name}: hits by deletion cost relative to random removal: {', '.join(parts)}")
-        report[name] = dict(zip(WINDOWS_S, found, strict=True))
+    for change in CHANGES:
+        cases = [Down(LOAD * full, seed, change, choices) for seed in range(seeds)]
+        results = pool.map(down, cases, chunksize=1)
+        found = list(zip(WINDOWS_S, gains(results), interval(results), strict=True))
+        parts = [f"{gain:+.1%} ({low:+.0%} to {high:+.0%}) in {s:.0f} s" for s, gain, (low, high) in found]
+        print(
+            f"down, {change}: hits by deletion cost relative to random removal: {', '.join(parts)}",
+            flush=True,
+        )
+        report[change] = found
     return report
 
 

@@ -8,10 +8,13 @@ from kvroute.deploy.render.plan import DRAIN_S
 from kvroute.sim.fleet import FleetRequest
 from routing_workloads import BLOCK
 from scaling import (
+    ARRIVALS,
     EACH_S,
     KEPT,
     PEAK_S,
     REMOVAL_S,
+    STEADY,
+    USERS,
     WORKERS,
     Down,
     Fleet,
@@ -95,13 +98,23 @@ def test_removed_workers_get_no_request_and_hits_are_counted_by_window() -> None
 
 def test_after_the_peak_a_third_of_the_new_conversations_remains_and_begun_ones_go_on() -> None:
     begun = {row.session for row in trace_rows() if row.quantum_s < PEAK_S}
-    rows = [row for _, row in arrivals(Down(1.0, 3, True, 0))]
-    all_rows = [row for _, row in arrivals(Down(1.0, 3, False, 0))]
+    rows = [row for _, row in arrivals(Down(1.0, 3, ARRIVALS, 0))]
+    all_rows = [row for _, row in arrivals(Down(1.0, 3, STEADY, 0))]
 
     assert [row for row in rows if row.session in begun] == [row for row in all_rows if row.session in begun]
     new = {row.session for row in rows} - begun
     all_new = {row.session for row in all_rows} - begun
     assert len(new) / len(all_new) == pytest.approx(KEPT, abs=0.05)
+
+
+def test_when_users_leave_a_third_of_all_conversations_remains_and_none_has_left_before() -> None:
+    rows = [row for _, row in arrivals(Down(1.0, 3, USERS, 0))]
+    all_rows = [row for _, row in arrivals(Down(1.0, 3, STEADY, 0))]
+    late = {row.session for row in rows if row.quantum_s >= PEAK_S}
+    all_late = {row.session for row in all_rows if row.quantum_s >= PEAK_S}
+
+    assert [r for r in rows if r.quantum_s < PEAK_S] == [r for r in all_rows if r.quantum_s < PEAK_S]
+    assert len(late) / len(all_late) == pytest.approx(KEPT, abs=0.05)
 
 
 def test_gains_compare_sums_over_seeds_with_the_mean_of_random_removals() -> None:

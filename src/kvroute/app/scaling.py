@@ -129,10 +129,8 @@ class DeletionCosts:
         now, found = self._clock.now(), []
         for worker in self._fleet.workers():
             if worker.is_routable:
-                model = min(worker.models, default="")
-                running_s = worker.load.active_tokens * self._router.costs(model).token_s
-                load_s = worker.load.wait(now) + running_s
-                found.append(WorkerWorth(worker.id, self._cache_value.seconds(worker.index, now), load_s))
+                cache_s = self._cache_value.seconds(worker.index, now)
+                found.append(WorkerWorth(worker.id, cache_s, worker.load.wait(now)))
         return found
 
     async def write_due(self) -> None:

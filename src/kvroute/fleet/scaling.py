@@ -44,12 +44,12 @@ class DeletionCostOptions(Options):
         lower="conversations that have ended are forgotten sooner",
     )
     min_change: float = option(
-        0.25,
+        0.05,
         "A pod is patched if its cost has changed by more than this share of the mean cost.",
         unit="share",
         ge=0,
         higher="fewer requests to the API server",
-        lower="small differences between workers count",
+        lower="the order of workers of similar worth is more recent",
     )
     max_patches: int = option(
         20,

@@ -110,7 +110,9 @@ class WorkerWorth(NamedTuple):
     cache_s: float
     """`CacheValue.seconds`."""
     load_s: float
-    """Prefill of the requests that run or wait on the worker, which it must finish before it ends."""
+    """Queued prefill, which the worker must compute before it ends."""
+    # Running requests do not count: a worker finishes them when it is removed, and their use of the cache is
+    # part of `cache_s`. Counted twice, a single long prompt would hide the differences between caches.
 
     @property
     def cost(self) -> int:
