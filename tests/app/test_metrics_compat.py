@@ -101,7 +101,7 @@ def test_frequent_scrapes_are_not_all_remembered(gateway):
         gateway.clock.time += 0.1
         list(gateway.compat())
 
-    assert growth_bytes(scrape, 1000) < 20_000
+    assert growth_bytes(scrape, 1000) < 40_000  # a remembered scrape takes more than 100 bytes
 
 
 def test_cache_and_token_figures_are_the_workers_own(gateway):
