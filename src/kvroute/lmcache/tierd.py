@@ -140,8 +140,8 @@ def kind_of(worker: ClassicWorker, kinds: Collection[StoredKind], *, is_mixed: b
 class TierdPool:
     """The chunks that all daemons together hold, written to the index with one holder per kind.
 
-    A chunk counts if the daemons have the parts of all ranks. Mutable: `store` and `remove` change it. About
-    1 us per part.
+    A chunk counts if the daemons have the parts of all ranks. Mutable: `store` and `remove` change it.
+    O(parts).
     """
 
     def __init__(self, index: ChunkIndex, scheme: ChunkScheme) -> None:

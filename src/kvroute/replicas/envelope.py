@@ -104,7 +104,7 @@ class Envelope(NamedTuple):
 
 
 def pack(envelope: Envelope, key: bytes | None) -> bytes:
-    """The bytes of an envelope, with an HMAC if it `is_signed`. About 2 us, and 3 us per KiB for the HMAC."""
+    """The bytes of an envelope, with an HMAC if it `is_signed`."""
     header = _HEADER.pack(
         _MAGIC,
         FORMAT,
@@ -150,8 +150,7 @@ def unpack(data: bytes, key: bytes | None) -> Envelope:
 
 
 def encode_payloads(messages: Sequence[SharedMessage]) -> Iterable[bytes]:
-    """`messages` as one or more payloads of at most `_SPLIT_BYTES`, or of one message. About 1 us a
-    message."""
+    """`messages` as one or more payloads of at most `_SPLIT_BYTES`, or of one message."""
     payload = _encode(messages)
     if len(payload) <= _SPLIT_BYTES or len(messages) == 1:
         yield payload
