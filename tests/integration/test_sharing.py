@@ -184,7 +184,7 @@ class Conversations:
                 self.stayed.append(worker == last)
             last = worker
             messages.append(answer.json()["choices"][0]["message"])
-            await asyncio.sleep(rng.random() * 0.2)
+            await asyncio.sleep(0.1 + rng.random() * 0.2)  # a person reads the answer first
 
 
 async def test_turns_dealt_by_chance_between_two_gateways_stay_on_their_worker():
@@ -209,12 +209,10 @@ async def test_turns_dealt_by_chance_between_two_gateways_stay_on_their_worker()
         after = meanwhile.stayed[since:]
 
     assert before.failed == meanwhile.failed == []
-    # The goal is 98%. On a busy machine a follow-up can come before the message about its first turn; without
-    # sharing two thirds of them stay.
-    assert sum(before.stayed) / len(before.stayed) >= 0.94
+    assert sum(before.stayed) / len(before.stayed) >= 0.98
     assert max(before.per_worker.values()) / (sum(before.per_worker.values()) / 3) <= 1.3
     assert len(after) > 50
-    assert sum(after) / len(after) >= 0.94
+    assert sum(after) / len(after) >= 0.98
 
 
 async def test_drains_travel_and_a_gateway_that_joins_has_history_loads_and_drains():
