@@ -101,7 +101,8 @@ def test_frequent_scrapes_are_not_all_remembered(gateway):
         gateway.clock.time += 0.1
         list(gateway.compat())
 
-    assert growth_bytes(scrape, 1000) < 40_000  # a remembered scrape takes more than 100 bytes
+    # Reading files of /proc sometimes leaves some thousand bytes in the allocator; a leak grows each time.
+    assert min(growth_bytes(scrape, 1000) for _ in range(3)) < 20_000
 
 
 def test_cache_and_token_figures_are_the_workers_own(gateway):
