@@ -116,7 +116,9 @@ async def test_errors_have_the_gateways_own_bodies(run_door: RunDoor, change: Ch
         assert metrics.status_code == 404  # the picker's own pages are not for clients
         assert (away.status_code, away.json()["error"]["code"]) == (503, "no_routable_worker")
         assert away.headers["retry-after"] == "1"
-        assert door.picker.metric("kvroute_requests_rejected_total", code="no_routable_worker") == 1
+        await until(
+            lambda: door.picker.metric("kvroute_requests_rejected_total", code="no_routable_worker") == 1
+        )
         await door.until_idle()
 
 
@@ -135,7 +137,7 @@ async def test_the_second_address_serves_when_the_first_worker_is_dead(run_door:
         await door.until_idle()
         decision = door.picker.runtime.plane.journal.decisions(1)[0]
         assert (decision["worker"], decision["attempts"]) == (f"w{1 - first}", 2)
-        assert door.picker.metric("kvroute_epp_not_served_total", worker=f"w{first}") == 1
+        await until(lambda: door.picker.metric("kvroute_epp_not_served_total", worker=f"w{first}") == 1)
         again = await door.client.post(CHAT, json=chat("y" * 50_000))
         assert again.status_code == 200
 

@@ -123,7 +123,7 @@ async def test_a_subset_without_a_worker_is_answered_503(subset):
         refused = (await call.read()).immediate_response
         assert refused.status.code == 503
         assert b"no_routable_worker" in refused.body
-        assert picker.metric("kvroute_epp_streams_total", part="whole", end="refused") == 1
+        await until(lambda: picker.metric("kvroute_epp_streams_total", part="whole", end="refused") == 1)
 
 
 async def test_the_served_address_moves_the_load():
@@ -164,7 +164,7 @@ async def test_the_load_of_a_request_that_nobody_watches_is_returned_after_a_tim
 
         await until(lambda: worker.load.in_flight == 0)
 
-        assert picker.metric("kvroute_epp_streams_total", part="watch", end="missing") == 1
+        await until(lambda: picker.metric("kvroute_epp_streams_total", part="watch", end="missing") == 1)
         assert [record for record in caplog.records if "second filter" in record.message]
 
 
@@ -179,7 +179,7 @@ async def test_a_stream_that_begins_with_something_else_ends():
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
 
-        assert picker.metric("kvroute_epp_streams_total", end="unknown") == 2
+        await until(lambda: picker.metric("kvroute_epp_streams_total", end="unknown") == 2)
 
 
 async def test_health_is_that_of_the_services():
