@@ -80,3 +80,14 @@ async def test_names_are_resolved_again_and_the_last_known_address_stays(caplog)
         names.addresses["late"] = ["::1", "10.0.0.9"]
         await until(lambda: endpoints.of(fleet.get("late")) == "[::1]:1")
         assert endpoints.of(named) is None  # it has left
+
+
+async def test_a_name_that_cannot_exist_does_not_end_the_look_ups():
+    fleet = fleet_of(f"http://{'x' * 64}.example:8000", "http://localhost:8000")
+    endpoints = Endpoints(fleet, SystemClock(), 1.0)
+    local = fleet.get(WorkerId("http://localhost:8000"))
+    async with resolving(endpoints):
+        await until(lambda: endpoints.of(local) is not None)
+        fleet.apply("static", [WorkerSpec(WorkerId("late"), "http://localhost:8001")])
+        (late,) = fleet.workers()
+        await until(lambda: endpoints.of(late) is not None)

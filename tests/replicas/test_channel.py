@@ -465,3 +465,32 @@ async def test_joining_ends_at_once_when_redis_is_away(bus, clock):
         assert not await joining
         assert "cannot be reached" in one.channel.notes()[0]
         await stack.aclose()
+
+
+async def test_dispatches_of_a_member_that_dies_before_it_is_linked_are_released(bus, clock):
+    async with AsyncExitStack() as stack:
+        one, other = Member(bus, clock, "one"), Member(bus, clock, "other")
+        # Its state never arrives, only what it publishes.
+        bus.is_lost = lambda data, link: link is one.link and link.owner.id in data[:64]
+        await enter(stack, bus, one, other)
+        other.say(SessionForgotten("s"))
+        bus.pump()
+        if not one.listener.received:
+            pytest.fail("the message did not arrive")
+        assert one.listener.links == []
+
+        other.link.is_open = False
+        await seconds(clock, bus, 3)
+
+        assert ("lost", other.id) in one.listener.links
+
+
+async def test_a_heartbeat_that_fails_is_logged_and_continues(two, bus, clock, monkeypatch, caplog):
+    one, other = two
+    with monkeypatch.context() as patch:
+        patch.setattr(other.channel, "_check", lambda now: 1 / 0)
+        await seconds(clock, bus, 1)
+    await seconds(clock, bus, 5)
+
+    assert "the heartbeat failed; it is restarted" in caplog.text
+    assert one.state_of(other) == "alive"

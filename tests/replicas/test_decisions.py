@@ -168,6 +168,19 @@ def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock)
     assert other.loads() == loads == one.loads()
 
 
+def test_a_dispatch_that_is_sent_twice_is_released_once_it_ends(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    one.send("twice " * 100)
+    (sent,) = [each for each in one.published if isinstance(each, Dispatched)]
+
+    other.peers.dispatched(1, sent)
+    other.peers.dispatched(1, sent)
+    assert sum(worker.load.in_flight for worker in other.fleet.workers()) == 1
+
+    other.peers.finished(1, sent.id)
+    assert sum(worker.load.in_flight for worker in other.fleet.workers()) == 0
+
+
 def test_the_end_of_an_unknown_request_changes_nothing(clock):
     other = Gateway("prefixaware", clock)
 

@@ -107,11 +107,13 @@ class Endpoints:
                 pass
 
     async def _look_up(self, url: str) -> None:
+        if url not in self._named:
+            return  # the worker has left meanwhile
         host, port = self._named[url]
         try:
             async with asyncio.timeout(self._interval_s):
                 found = await self._resolve(host, port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name could be like that
             # The last known address stays: a name server that fails must not empty the fleet.
             self._warn(url, f"its host name cannot be resolved ({error or 'no answer in time'})")
             return

@@ -90,6 +90,8 @@ class PickAnswer:
             own = plan.body_for(candidate.worker.id)
             if body is not None and own is not body:
                 continue  # Envoy sends one body: a worker with another revision of the adapter is no fallback
+            if found and candidate.rank != found[0].candidate.rank:
+                continue  # nor one with another rank, which is a header of the request
             body = own
             found.append(Place(address, candidate))
             if len(found) > self._fallbacks:

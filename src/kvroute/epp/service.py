@@ -267,11 +267,10 @@ class RequestStream:
         # The stream ends when the client leaves. Until the answer is known, something must wait for that.
         deciding = asyncio.ensure_future(self._decide(head, body, record, client))
         reading = asyncio.ensure_future(self._read())
-        request: InFlightRequest | None = None
+        is_taken = False
         try:
             await asyncio.wait({deciding, reading}, return_when=asyncio.FIRST_COMPLETED)
             if deciding.done():
-                request = deciding.result()
                 await asyncio.wait({client.outcome, reading}, return_when=asyncio.FIRST_COMPLETED)
             if not client.outcome.done():
                 return "left"
@@ -281,18 +280,21 @@ class RequestStream:
             if isinstance(outcome, OwnAnswer):
                 await self._write(refused(*outcome))
                 return "refused"
-            client.on_cut = reading.cancel
-            return await self._picked(outcome, has_trailers, reading)
+            is_taken = True
+            return await self._picked(outcome, client, has_trailers, reading)
         finally:
             # Also when gRPC cancels this task, because Envoy has reset the stream.
             for task in (deciding, reading):
                 task.cancel()
-            if not client.outcome.done():
-                if request is None and not deciding.done():
+            request, _ = await asyncio.gather(deciding, reading, return_exceptions=True)
+            outcome = client.outcome.result() if client.outcome.done() else None
+            if isinstance(outcome, Pick) and not is_taken:  # decided in the moment in which the client left
+                outcome.request.finished()
+            elif not client.outcome.done():
+                if request is None or isinstance(request, BaseException):
                     plane.client_left(record)
-                elif request is not None:
+                else:
                     request.end("client")
-            await asyncio.gather(deciding, reading, return_exceptions=True)
 
     async def _decide(
         self, head: Head, body: bytes, record: Record, client: PickAnswer
@@ -301,30 +303,26 @@ class RequestStream:
         plane = self._plane
         method, target = head.pseudo.get(":method", b""), head.pseudo.get(":path", b"")
         path, separator, query = target.partition(b"?")
-        shape = ErrorShape.OPENAI
+        shape, headers = ErrorShape.OPENAI, head.headers
         try:
             path = self._processor_path(path)
             record.path = name = path.decode("latin-1")
             endpoint = ENDPOINTS.get(name) if method == b"POST" else None
             if endpoint is not None:
                 shape = endpoint.errors
-                return await plane.pick(
-                    endpoint, body, path + separator + query, head.headers, record, client
-                )
+                return await plane.pick(endpoint, body, path + separator + query, headers, record, client)
             if name.startswith("/v1/responses/") and (response_id := _stored_id(method, name)):
                 shape, record.path = ErrorShape.RESPONSES, "/v1/responses/{id}"
-                return await plane.pick_stored(
-                    response_id, method, body, target, head.headers, record, client
-                )
+                return await plane.pick_stored(response_id, method, body, target, headers, record, client)
             record.path = "-"  # the client's own text would be a new value each time
             if method in (b"GET", b"HEAD") and (name in _CONTROL or name.startswith("/v1/models/")):
-                own = await self._processor.control(method, path, query, head.headers)
+                own = await self._processor.control(method, path, query, headers)
                 client.start(own.status, own.headers)
                 client.finish(own.body)
                 return None
             raise NotFound(f"There is no {method.decode('latin-1')} {name} here.")
         except GatewayError as error:
-            plane.continue_trace(record, b"traceparent: %b\r\n" % header(head.headers, b"traceparent"))
+            plane.continue_trace(record, b"traceparent: %b\r\n" % header(headers, b"traceparent"))
             plane.refuse(record, error, client, shape)
         except Exception:  # noqa: BLE001 - `report_defect` logs it; other requests are not affected
             plane.report_defect(record, client, shape)
@@ -340,7 +338,7 @@ class RequestStream:
             )
         return path
 
-    async def _picked(self, pick: Pick, has_trailers: bool, reading: asyncio.Future[Any]) -> str:
+    async def _picked(self, pick: Pick, client: PickAnswer, has_trailers: bool, reading: Any) -> str:
         """Send the pick, and with one filter follow the request to its end."""
         plane, request, processor = self._plane, pick.request, self._processor
         removed = [name.decode("latin-1") for name in plane.hidden_fields]
@@ -349,6 +347,7 @@ class RequestStream:
         if self._is_watched:
             pick_id = processor.expect(request)
             added.append((PICK_ID.encode(), pick_id))
+        client.on_cut = lambda: reading.cancel()  # the read of that moment
         try:
             await self._write(picked(pick.destination, [*pick.headers, *added], removed, request.described()))
             if self._has_body:

@@ -7,7 +7,7 @@ may fail; then a worker does the whole request:
 - the prefill worker refuses, dies, is too late or reports no blocks: the decode worker;
 - the decode worker cannot be reached: the next decode worker, with the same blocks;
 - it breaks off before its first byte, or is too late: the next worker, without the blocks;
-- its answer says that the transfer failed (status 500, or an error as the first event of a stream): the
+- its answer says that the transfer failed (status 5xx, or an error as the first event of a stream): the
   decode worker itself, without the blocks, once.
 
 Requests that are not handed over never come here.
@@ -200,13 +200,15 @@ class HandoverAttempts(Attempts):
         if deps.on_sent is not None:
             deps.on_sent(plan.query, candidate)
 
-    def answer_begins(self, now: float) -> None:
-        """The first byte of the second leg's answer has arrived: the blocks are where they are needed."""
+    def answer_begins(self, now: float, *, has_moved: bool) -> None:
+        """The first byte of the second leg's answer has arrived. `has_moved`: the blocks are there, too."""
         deps, plan, record = self._deps, self._plan, self._record
         assert self.candidate is not None
         assert record.handover is not None
         self._stop_timer()
         self._phase, self._params = _Phase.REST, None
+        if not has_moved:
+            return
         worker, spent_s = self.candidate.worker, now - self._began
         moved = record.handover.moved_tokens
         deps.metrics.handovers.labels(worker.id, record.handover.prefill_worker).inc()
@@ -373,9 +375,10 @@ class HandoverExchange(Exchange):
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
         if attempts.is_moving:
-            if _is_failed_transfer(response) and attempts.retry_without_blocks(self):
+            has_failed = _is_failed_transfer(response)
+            if has_failed and attempts.retry_without_blocks(self):
                 return
-            attempts.answer_begins(self._deps.now())
+            attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
             self._deps = dataclasses.replace(self._deps, attribution=_BothWorkers(self._record.handover))
         Exchange._start_answer(self, response)
 

@@ -32,7 +32,7 @@ from kvroute.replicas.envelope import (
     pack,
     unpack,
 )
-from kvroute.replicas.members import JOINS, ChannelCounts, Member
+from kvroute.replicas.members import JOINS, ChannelCounts, Member, MessageLink
 from kvroute.replicas.mesh import GATHER_S, PeerListener
 from kvroute.replicas.messages import (
     Leaving,
@@ -61,14 +61,6 @@ _MAX_MEMBERS: Final = 1024
 _MAX_NAMED: Final = 256
 """Senders whose refusals are logged."""
 _ROOM_BYTES: Final = 1024 * 1024
-
-
-class MessageLink(Protocol):
-    """The transport of a channel: `RedisLink`, or a simulated one."""
-
-    def wake(self) -> None: ...
-    def reconnect(self) -> None: ...
-    async def run(self) -> None: ...
 
 
 class ChannelListener(PeerListener, Protocol):
@@ -126,6 +118,7 @@ class Channel:
         self._queued: list[SharedMessage] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._beating: asyncio.Task[None] | None = None
         self._named: set[tuple[bytes, Refusal]] = set()
         """Refusals that the log has."""
         self._echo_at = -math.inf
@@ -153,8 +146,8 @@ class Channel:
     async def start(self, listener: ChannelListener) -> None:
         """Begin to connect; returns at once."""
         self._listener = listener
-        self._spawn(self._link.run(), "link to Redis")
-        self._spawn(self._beat(), "heartbeats")
+        self._spawn(self._link.run, "sharing: the link to Redis")
+        self._beating = self._spawn(self._beat, "sharing: the heartbeat")
 
     async def joined(self, timeout_s: float) -> bool:
         """Wait until every member that lives is linked. False if Redis cannot be reached, or after
@@ -213,6 +206,8 @@ class Channel:
 
     async def aclose(self) -> None:
         """Say goodbye, then end every task."""
+        if self._beating is not None:
+            self._beating.cancel()  # a beat after the goodbye would be a return
         if self.is_up:
             self.publish(Leaving())
             self.flush()
@@ -452,9 +447,10 @@ class Channel:
             log.warning(
                 "sharing: %s is silent for %.1f s; its requests no longer count", member.name, _DEAD_S
             )
-        if member.is_linked:
-            member.is_linked = False
-            self._listener.on_link_lost(member.id)
+        member.is_linked = False
+        self._listener.on_link_lost(
+            member.id
+        )  # also before it was linked: its dispatches count from the first
         self._changed.set()
 
     def _refuse(self, refused: Refused) -> None:
@@ -539,7 +535,16 @@ class Channel:
         self._changed.clear()
         await self._changed.wait()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work, name=name)
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(self._run_forever(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run_forever(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("%s failed; it is restarted", name)
+            await self._clock.sleep(BEAT_S)

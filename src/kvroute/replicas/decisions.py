@@ -251,7 +251,11 @@ class PeerDecisions:
         """
         dispatch = self._dispatch(peer, sent)
         if dispatch is not None:
-            self._dispatches.setdefault(peer, {})[sent.id] = dispatch
+            known = self._dispatches.setdefault(peer, {})
+            before = known.pop(sent.id, None)
+            if before is not None:  # sent again, and the message between was lost
+                before.finish(self._clock.now())
+            known[sent.id] = dispatch
 
     def missed(self, peer: PeerId, sent: Dispatched) -> None:
         """Apply a dispatch that arrives late: it has ended, or is sent again. It counts for the history

@@ -1,16 +1,24 @@
-"""The other members of the fleet, as the channel of one process knows them, and the channel's counts."""
+"""What the channel of one process knows of the other members of the fleet; its transport and counts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvroute.replicas.envelope import Refusal
 from kvroute.replicas.messages import MemberState
 
 JOINS: Final = -1
 """In place of the number of a batch: this process does not have the member's state yet."""
+
+
+class MessageLink(Protocol):
+    """The transport of a channel: `RedisLink`, or a simulated one."""
+
+    def wake(self) -> None: ...
+    def reconnect(self) -> None: ...
+    async def run(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -351,7 +351,7 @@ class Router:
             # Skip `observe` where it would change nothing: it is a call per request.
             if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
                 self._sizes.observe(worker, query)
-            if self.cache_value is not None:
+            if self.cache_value is not None and learns:  # a handover counts once, on the prefill worker
                 self.cache_value.dispatched(index, prompts, self._history, now, self.costs(query.model))
             dispatch.lease = self._history.acquire(index, first.keys)
         if held is not None or len(prompts) > 1:
