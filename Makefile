@@ -66,7 +66,7 @@ bench: $(VENV)/.installed-dev ## measure each part, then the gateway and other r
 
 bench-routing: $(VENV)/.installed-dev ## measure routing quality in virtual time: goals, figures, verdicts (minutes) [ARGS=--quick]
 	@$(BIN)/python bench/routing.py $(ARGS)
-	@$(BIN)/python bench/prefill_decode.py
+	@$(if $(ARGS),,$(BIN)/python bench/prefill_decode.py)
 
 chaos: $(VENV)/.installed-dev ## break something every 5 s under load, twice ten minutes; needs redis-server [ARGS='--seconds 60']
 	@$(BIN)/python bench/chaos.py $(ARGS)

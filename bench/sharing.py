@@ -5,14 +5,14 @@
 Three parts:
 
 - In virtual time (`processes_virtual.py`): the mean time to first token of 1, 2, 4 and 8 gateways at `--load`
-of   the fleet's capacity, divided by that of one. The messages of the others arrive after `GATHER_S` (5 ms)
-and a   lag of 1, 5 or 50 ms through Redis, or never (blind). Exact for its seeds. - The messages alone, in
-this process: CPU of a request's messages in its own gateway (`publish`) and in each   other one (`apply`),
-beside the CPU of routing it. - In real processes: `kvroute serve` gateways in front of simulated workers that
-answer at once, with prompts of   8K tokens, unique or as turns of conversations. The requests go to one
-gateway after another. For each number   of gateways, once with `--share` and once without: CPU per request of
-all gateways together, and with   `--share` the bytes of a request through Redis, its envelopes, and the CPU
-of Redis. The two prices of a   request follow: `publish` in its own gateway, `apply` in each other one.
+  of the fleet's capacity, divided by that of one. The messages of the others arrive after `GATHER_S` (5 ms)
+  and a lag of 1, 5 or 50 ms through Redis, or never (blind). Exact for its seeds.
+- The messages alone, in this process: CPU of a request's messages in its own gateway (`publish`) and in each
+  other one (`apply`), beside the CPU of routing it.
+- In real processes: `kvroute serve` gateways in front of simulated workers that answer at once, with prompts
+  of 8K tokens, unique or as turns of conversations. The requests go to one gateway after another. For each
+  number of gateways, once with `--share` and once without: CPU per request of all gateways together, and with
+  `--share` the bytes of a request through Redis, its envelopes, and the CPU of Redis.
 """
 
 from __future__ import annotations

@@ -282,8 +282,8 @@ class Replica:
             await self.channel.start(self)
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
-        """Wait until this process has the state of the others: of this gateway's for at most `timeout_s`, of
-        other gateways' for at most `join_timeout_s`."""
+        """Wait until this process has the state of the others: at most `timeout_s`, and with other gateways
+        the longer one of `timeout_s` and `join_timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
                 await asyncio.gather(

@@ -84,8 +84,8 @@ def _pods_api(options: FleetOptions) -> KubernetesApi:
 class DeletionCosts:
     """Keeps the annotation `ANNOTATION` of the workers' pods near what each worker is worth.
 
-    A worker's id must be the name of
-    its pod, as it is with discovery through the Kubernetes API. Mutable: the costs that were written.
+    A worker's id must be the name of its pod, as it is with discovery through the Kubernetes API. Mutable:
+    the costs that were written.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """How many workers the load of each model needs, for an autoscaler: `kvroute_workers_needed`.
 
-The figure adds two parts, both in workers (docs/kubernetes.md): the time for prefill, done and queued, and
-the KV memory that running requests use.
+The figure adds three parts, all in workers (docs/kubernetes.md): prefill that is being done, prefill that is
+queued, and the KV memory that running requests use. The options of deletion costs are here, too.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 `attempts` has the worker's half; this module has the client's. Every exchange (with an answer, an
 error, a disconnect, a shutdown or a defect) ends with one call of `Exchange._end`, which releases everything.
+`PredictionAudit` compares the cached tokens that answers report with the predictions.
 """
 
 from __future__ import annotations

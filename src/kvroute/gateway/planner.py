@@ -1,7 +1,7 @@
-"""Turns a parsed request into a routing decision. Synchronous; sends nothing and accounts for nothing.
+"""Turns a parsed request into a routing decision. `Planner` is synchronous, sends and accounts for nothing.
 
 A request that continues a stored response of the Responses API must go to the worker that holds the response:
-vLLM keeps it in the process that made it.
+vLLM keeps it in the process that made it. `StoredResponses` asks the workers for it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kvroute.lmcache.options import TierdSourceOptions
 _Count = Annotated[int, Meta(ge=0)]
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 _TAG: Final = "kvroute%"
-"""The gateway's own tag: the key space of an adapter or a tenant (`openai.isolation`)."""
+"""The gateway's own tag: the key space of an adapter or a tenant (`openai.rewriting`)."""
 _LARGEST: Final = 2**64
 
 

@@ -199,7 +199,7 @@ def _with(body: bytes, request: InferenceRequest, members: dict[TopLevelMember, 
 
 
 def _params_of(body: bytes, request: InferenceRequest) -> Raw | None:
-    """The `kv_transfer_params` in `body`: the client's, and those of its key space (`openai.isolation`)."""
+    """The `kv_transfer_params` in `body`: the client's, and those of its key space (`openai.rewriting`)."""
     if body is request.body:
         return request.kv_transfer_params
     try:

@@ -2,7 +2,7 @@
 
 Before a process reports its figures it writes its counters to a file, so no count that was ever scraped is
 lost when it dies. Its successor continues from the file; until the successor runs, the file is used in a
-scrape.
+scrape. The metrics of links between processes and gateways are here, too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Usually the body of a chat's next turn begins, byte for byte, with the body of the turn before, up to the end
 of its last message. If it does, if the chat template renders message by message (`tokens.template_analysis`),
 and if all other inputs of the template are equal, then the rendered text begins with the old text. The token
-ids begin with the old ids, up to the last special token that later text cannot change (`tokens.segments`).
+ids begin with the old ids, up to the last special token that later text cannot change (`tokens.encoders`).
 """
 
 from __future__ import annotations
