@@ -168,6 +168,8 @@ class Conversations:
 
     async def _converse(self, number: int) -> None:
         rng, messages, last = random.Random(number), list[dict[str, str]](), None
+        # Not all at one moment: after a burst of prompts it costs less to compute a short prompt elsewhere.
+        await asyncio.sleep(number / 12)
         for _ in range(self._turns):
             messages.append({"role": "user", "content": words(rng, 60)})
             to = self._rng.choice(self._gateways)
