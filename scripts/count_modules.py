@@ -30,6 +30,10 @@ BASE = {"warm streamed chat": (36, 139), "single-block event batch": (16, 34)}
 
 WINDOW_S = 1.0
 
+CHATS = 3
+"""Chats that are recorded. The one that passes the fewest modules counts: timers of the gateway expire during
+the others."""
+
 LAUNCHER = """
 import json, os, signal, sys
 import kvroute, kvroute.cli
@@ -128,7 +132,7 @@ async def fleet(python: str, folder: Path, *flags: str) -> AsyncIterator[tuple[G
 
 
 async def warm_chat(python: str, folder: Path) -> tuple[list[str], list[str]]:
-    """Calls of an idle gateway, and of one streamed chat after 40 equal chats."""
+    """Calls of an idle gateway, and of a streamed chat after 40 equal chats."""
     body = {
         "model": "sim-model",
         "messages": [{"role": "user", "content": "What is a prefix cache? " * 40}],
@@ -141,9 +145,12 @@ async def warm_chat(python: str, folder: Path) -> tuple[list[str], list[str]]:
         await asyncio.sleep(WINDOW_S)
         async with gateway.recorded() as idle:
             pass
-        async with gateway.recorded() as calls:
-            await client.post(f"{gateway.url}/v1/chat/completions", json=body)
-        return idle, calls
+        chats = []
+        for _ in range(CHATS):
+            async with gateway.recorded() as calls:
+                await client.post(f"{gateway.url}/v1/chat/completions", json=body)
+            chats.append(calls)
+        return idle, min(chats, key=lambda calls: len(modules(calls)))
 
 
 async def event_batch(python: str, folder: Path) -> tuple[list[str], list[str]]:

@@ -12,9 +12,9 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad
+from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad, matched_tokens
 from kvroute.routing.cost_parameters import CostOptions, Learned
-from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Tokens, matched_tokens
+from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Tokens
 
 
 def block_tokens(query) -> float:

@@ -7,9 +7,9 @@ from pydantic import ValidationError
 from kvroute.blocks.keys import PromptKeys
 from kvroute.index.in_flight import InFlight
 from kvroute.index.radix_history import RadixHistory
-from kvroute.routing.cost import CostModel
+from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.strategies.prefixaware import PrefixAware, PrefixAwareOptions
-from kvroute.routing.strategy import NoMap, RouteReason, matched_tokens
+from kvroute.routing.strategy import NoMap, RouteReason
 from kvroute.routing.transfers import CacheViews, Transfers
 
 A, B = 0, 1

@@ -14,10 +14,44 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.load import WorkerLoad, measure_loads
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, LearnedModel
 from kvroute.routing.strategy import Candidate, CandidateMatch, RouteQuery, Row
+
+
+def matched_tokens(
+    history: RouteHistory,
+    query: RouteQuery,
+    workers: Sequence[Worker],
+    places: Mapping[int, int] | None = None,
+) -> list[int]:
+    """Matched tokens per worker by the route history, summed over the prompts, in the order of `workers`.
+
+    Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
+    Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
+    `places` maps a worker's index to its position in `workers` (`FleetView.places`); it is derived if None.
+    """
+    totals = [0] * len(workers)
+    for prompt in query.prompts:
+        held = history.match(prompt.keys)
+        if not held:
+            continue
+        if places is None:
+            places = {worker.index: place for place, worker in enumerate(workers)}
+        length, block_tokens = prompt.tokens, prompt.block_tokens
+        tokens = known = 0
+        for index, blocks in held.items():
+            try:
+                place = places[index]
+            except KeyError:  # the holder is not in `workers`
+                continue
+            if blocks != known:  # otherwise the same figures as for the previous worker
+                known, tokens = blocks, int(blocks * block_tokens)
+                if tokens >= length:
+                    tokens = length - 1
+            totals[place] += tokens - tokens % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
+    return totals
 
 
 class Ranking(Sequence[Candidate]):

@@ -41,7 +41,7 @@ from kvroute.fleet.worker import FleetView, Sides
 from kvroute.index.history import RouteHistory
 from kvroute.openai.kv_transfer import CONNECTORS
 from kvroute.options import Options, Switch, option
-from kvroute.routing.cost import CostModel, Ranking
+from kvroute.routing.cost import CostModel, Ranking, matched_tokens
 from kvroute.routing.cost_parameters import Costs
 from kvroute.routing.recording import DecisionRecorder
 from kvroute.routing.strategy import (
@@ -53,7 +53,6 @@ from kvroute.routing.strategy import (
     RouteQuery,
     RouteReason,
     Strategy,
-    matched_tokens,
 )
 from kvroute.routing.transfers import Links
 

@@ -15,7 +15,7 @@ from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cache_value import CacheValue
-from kvroute.routing.cost import CostModel
+from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
@@ -32,7 +32,6 @@ from kvroute.routing.strategy import (
     RouteReason,
     Strategy,
     Tokens,
-    matched_tokens,
 )
 from kvroute.routing.transfers import CacheViews, Transfers
 

@@ -10,7 +10,7 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
-from kvroute.routing.cost import CostModel, TierLoad
+from kvroute.routing.cost import CostModel, TierLoad, matched_tokens
 from kvroute.routing.strategy import (
     CachePlace,
     Candidate,
@@ -21,7 +21,6 @@ from kvroute.routing.strategy import (
     RouteQuery,
     RouteReason,
     Tokens,
-    matched_tokens,
 )
 from kvroute.routing.transfers import CacheViews, TransferOptions
 

@@ -10,8 +10,8 @@ from kvroute.fleet.worker import FleetView
 from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
-from kvroute.routing.cost import CostModel
-from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason, matched_tokens
+from kvroute.routing.cost import CostModel, matched_tokens
+from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
 _NAME = "prefixaware"
