@@ -25,9 +25,9 @@ from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, Wo
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import MapTrust, PrefixIndex
 from kvroute.lmcache.options import PrefetchOptions
-from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.scaling import CacheValue
 from kvroute.routing.strategy import (
     CacheMap,
     CachePlace,

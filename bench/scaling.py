@@ -36,9 +36,8 @@ from random import Random
 from statistics import fmean
 
 from kvroute.deploy.render.plan import DRAIN_S
-from kvroute.fleet.scaling import DeletionCostOptions
 from kvroute.fleet.worker import FleetView, WorkerId
-from kvroute.routing.cache_value import CacheValue, WorkerWorth, due_patches
+from kvroute.routing.scaling import CacheValue, DeletionCostOptions, WorkerWorth, due_patches
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, TieredEngine, TieredFleet, TierOptions, make_tiered_engines

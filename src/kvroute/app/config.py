@@ -30,7 +30,6 @@ from kvroute.epp.endpoints import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
-from kvroute.fleet.scaling import ScalingOptions
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
@@ -41,6 +40,7 @@ from kvroute.logs import LoggingOptions
 from kvroute.options import Options, option
 from kvroute.replicas.options import SharingOptions
 from kvroute.routing.registry import RoutingOptions
+from kvroute.routing.scaling import ScalingOptions
 from kvroute.routing.strategy import Needs
 from kvroute.tls import Signature, client_context, server_context, signatures
 from kvroute.tokens.options import TokensOptions

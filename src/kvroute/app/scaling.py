@@ -16,11 +16,10 @@ from kvroute.errors import DiscoveryError
 from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, access_of
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.options import FleetOptions
-from kvroute.fleet.scaling import DeletionCostOptions, WorkersNeeded
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Gauges, Metrics, counter, gauge
-from kvroute.routing.cache_value import CacheValue, WorkerWorth, due_patches
 from kvroute.routing.router import Router
+from kvroute.routing.scaling import CacheValue, DeletionCostOptions, WorkersNeeded, WorkerWorth, due_patches
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +68,12 @@ class Scaling:
 
     def _workers_needed(self) -> Iterable[Metric]:
         # Each process sees its own queue only; the processes get equal shares of the requests.
-        waiting: dict[str, float] = {}
+        fleet, waiting = self._fleet, dict[str, float]()
         for (model, _), tally in self._metrics.queue_waiting.children.items():
             waiting[model] = waiting.get(model, 0.0) + self._processes * tally.value
-        yield workers_needed_metric(self._needed.update(self._fleet, self._clock.now(), waiting))
+        yield workers_needed_metric(
+            self._needed.update(fleet.catalog.bases, fleet.view, self._clock.now(), waiting)
+        )
 
 
 def _pods_api(options: FleetOptions) -> KubernetesApi:

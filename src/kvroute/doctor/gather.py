@@ -17,6 +17,7 @@ import httpx
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from kvroute.doctor.event_probe import EventTap, why_closed, why_no_replay
 from kvroute.doctor.observations import (
     CacheServerSeen,
     Deployment,
@@ -31,8 +32,8 @@ from kvroute.doctor.observations import (
     counted_hits,
     metric,
 )
-from kvroute.doctor.service_checks import EventTap, http_trouble, why_closed, why_no_replay
 from kvroute.events.options import KvEventSource, configured_sources, parse_sources
+from kvroute.fleet.probe import in_words, is_refusal
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ModelsPage, WorkerSpec, parse_models
 
 TIMEOUT_S = 5.0
@@ -449,13 +450,17 @@ class Gatherer:
         except (TimeoutError, httpx.TimeoutException):
             return Reply(0, trouble=f"gave no answer within {timeout_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return Reply(0, trouble=http_trouble(error))
+            return Reply(0, trouble=_http_trouble(error))
         if headers_into is not None:
             headers_into.update(answer.headers)
         skew = None
         with suppress(TypeError, ValueError):
             skew = parsedate_to_datetime(answer.headers.get("date", "")).timestamp() - time.time()
         return Reply(answer.status_code, answer.content, clock_skew_s=skew)
+
+
+def _http_trouble(error: Exception) -> str:
+    return "refuses connections" if is_refusal(error) else f"cannot be reached ({in_words(error)})"
 
 
 def _redis_trouble(error: BaseException) -> str:

@@ -14,12 +14,12 @@ from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, 
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
-from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
+from kvroute.routing.scaling import CacheValue
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
 from kvroute.routing.strategy import (

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.scaling import ScalingOptions, WorkersNeeded, demand_of, pools
 from kvroute.fleet.worker import Ejection, HealthState, Worker, WorkerId, WorkerSpec
+from kvroute.routing.scaling import ScalingOptions, WorkersNeeded, demand_of, pools
 
 
 def worker(name: str = "a", capacity_tokens: int = 1000) -> Worker:
@@ -73,31 +73,33 @@ def test_the_figure_is_the_demand_divided_by_the_target():
     for each in fleet.workers():
         each.load.reserve(0.0, 0.0, 600)
 
-    assert WorkersNeeded(OPTIONS).update(fleet, 0.0, {}) == {"m": pytest.approx(1.2 / 0.5)}
+    assert WorkersNeeded(OPTIONS).update(fleet.catalog.bases, fleet.view, 0.0, {}) == {
+        "m": pytest.approx(1.2 / 0.5)
+    }
 
 
 def test_the_figure_is_an_average_over_time_however_often_it_is_read():
     fleet = fleet_of(spec("a"))
     often, seldom = WorkersNeeded(OPTIONS), WorkersNeeded(OPTIONS)
     for needed in (often, seldom):
-        assert needed.update(fleet, 0.0, {}) == {"m": 0.0}
+        assert needed.update(fleet.catalog.bases, fleet.view, 0.0, {}) == {"m": 0.0}
     fleet.workers()[0].load.reserve(0.0, 0.0, 500)
 
     for second in range(1, 60):
-        often.update(fleet, float(second), {})
+        often.update(fleet.catalog.bases, fleet.view, float(second), {})
 
     expected = pytest.approx(1.0 * (1 - math.exp(-1)))
-    assert often.update(fleet, 60.0, {})["m"] == expected
-    assert seldom.update(fleet, 60.0, {})["m"] == expected
+    assert often.update(fleet.catalog.bases, fleet.view, 60.0, {})["m"] == expected
+    assert seldom.update(fleet.catalog.bases, fleet.view, 60.0, {})["m"] == expected
 
 
 def test_without_smoothing_the_figure_is_that_of_the_moment():
     fleet = fleet_of(spec("a"))
     needed = WorkersNeeded(ScalingOptions(smoothing_s=0.0, target_utilisation=1.0))
-    needed.update(fleet, 0.0, {})
+    needed.update(fleet.catalog.bases, fleet.view, 0.0, {})
     fleet.workers()[0].load.reserve(0.0, 0.0, 500)
 
-    assert needed.update(fleet, 0.1, {}) == {"m": 0.5}
+    assert needed.update(fleet.catalog.bases, fleet.view, 0.1, {}) == {"m": 0.5}
 
 
 def test_a_model_whose_workers_all_fail_has_no_figure_instead_of_zero():
@@ -105,13 +107,13 @@ def test_a_model_whose_workers_all_fail_has_no_figure_instead_of_zero():
     fleet = fleet_of(spec("a"))
     needed = WorkersNeeded(OPTIONS)
     fleet.workers()[0].load.reserve(0.0, 0.0, 500)
-    assert needed.update(fleet, 0.0, {}) == {"m": 1.0}
+    assert needed.update(fleet.catalog.bases, fleet.view, 0.0, {}) == {"m": 1.0}
 
     fleet.mark_unhealthy(fleet.workers()[0], Ejection.PROBES, "no answer")
-    assert needed.update(fleet, 1.0, {}) == {}
+    assert needed.update(fleet.catalog.bases, fleet.view, 1.0, {}) == {}
 
     fleet.mark_healthy(fleet.workers()[0], 0.0)
-    assert needed.update(fleet, 2.0, {}) == {"m": 1.0}
+    assert needed.update(fleet.catalog.bases, fleet.view, 2.0, {}) == {"m": 1.0}
 
 
 def test_two_names_of_the_same_workers_are_one_pool_and_other_workers_another():
@@ -119,7 +121,7 @@ def test_two_names_of_the_same_workers_are_one_pool_and_other_workers_another():
 
     found = [
         (view.model, [each.id for each in view.workers])
-        for view in pools(("other", "m", "alias-of-m"), fleet)
+        for view in pools(("other", "m", "alias-of-m"), fleet.view)
     ]
 
     assert found == [("alias-of-m", ["a", "b"]), ("other", ["c"])]
@@ -131,8 +133,8 @@ def test_queued_requests_count_for_the_pool_that_serves_their_model():
         each.load.reserve(0.0, 1.0, 0).first_token(1.0)
     needed = WorkersNeeded(OPTIONS)
 
-    quiet = needed.update(fleet, 1.0, {})
-    waiting = WorkersNeeded(OPTIONS).update(fleet, 1.0, {"adapter": 10.0})
+    quiet = needed.update(fleet.catalog.bases, fleet.view, 1.0, {})
+    waiting = WorkersNeeded(OPTIONS).update(fleet.catalog.bases, fleet.view, 1.0, {"adapter": 10.0})
 
     assert waiting["other"] == quiet["other"]
     assert waiting["adapter"] == pytest.approx(quiet["adapter"] + 10 * 1.0 / 10.0 / 0.5)

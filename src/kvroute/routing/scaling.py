@@ -1,0 +1,298 @@
+"""Decisions of scaling: how many workers the load needs, and which worker is worth least. Pure.
+
+`kvroute_workers_needed` adds three parts, all in workers (docs/kubernetes.md): prefill that is being done,
+prefill that is queued, and the KV memory that running requests use.
+
+The deletion cost of a worker follows from the value of its cache: the prefill time that the cache saves. The
+time saved lately is the estimate of the time saved soon: conversations that continue were used a short time
+ago, conversations that have ended were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import exp
+from typing import Annotated, Final, NamedTuple
+
+from kvroute.blocks.keys import PromptKeys
+from kvroute.fleet.load import measure_loads
+from kvroute.fleet.worker import FleetView, Worker, WorkerId
+from kvroute.index.history import RouteHistory
+from kvroute.options import Options, Switch, option
+from kvroute.routing.cost_parameters import Costs
+
+MAX_COST: Final = 2**31 - 1
+"""The largest value of the annotation, an int32 (Kubernetes, core/v1 annotation_key_constants.go)."""
+
+_REBASE: Final = 40.0
+"""Time constants after which the weights start from 1 again, so that they stay finite."""
+
+
+class DeletionCostOptions(Options):
+    """The annotation `controller.kubernetes.io/pod-deletion-cost` on the workers' pods.
+
+    When a Deployment gets fewer replicas, Kubernetes removes the pods with the lowest values first.
+    """
+
+    enabled: Annotated[bool, Switch] = option(
+        False,
+        "Write the annotation, so that scaling down removes the workers whose caches are worth least. Needs "
+        "`fleet.kubernetes`, permission to patch pods, and `prefixaware` or `kvaware`.",
+    )
+    interval_s: float = option(
+        30.0,
+        "Pause between two rounds, and before the second; the first comes after `window_s`.",
+        unit="s",
+        ge=1,
+        higher="fewer requests to the API server",
+        lower="the annotations are more recent",
+    )
+    window_s: float = option(
+        180.0,
+        "Time constant of a cache's value: a use this long ago counts 37%.",
+        unit="s",
+        gt=0,
+        higher="long conversations count after longer pauses",
+        lower="conversations that have ended are forgotten sooner",
+    )
+    min_change: float = option(
+        0.05,
+        "A pod is patched if its cost has changed by more than this share of the mean cost.",
+        unit="share",
+        ge=0,
+        higher="fewer requests to the API server",
+        lower="the order of workers of similar worth is more recent",
+    )
+    max_patches: int = option(
+        20,
+        "Most pods that one round patches; the largest changes are first.",
+        ge=1,
+        higher="large fleets are up to date sooner",
+        lower="fewer requests to the API server",
+    )
+
+
+class ScalingOptions(Options):
+    """The metric of needed workers, and the order in which workers are removed."""
+
+    target_utilisation: float = option(
+        0.7,
+        "Part of a worker that may be in use. `kvroute_workers_needed` is the load divided by it.",
+        unit="share",
+        gt=0,
+        le=1,
+        higher="fewer workers",
+        lower="more workers: room for bursts while new ones start",
+    )
+    queue_s: float = option(
+        30.0,
+        "Time in which queued prefill should be done: this number of queued seconds needs one worker more.",
+        unit="s",
+        gt=0,
+        higher="bursts start fewer workers",
+        lower="queues start more workers",
+    )
+    smoothing_s: float = option(
+        60.0,
+        "Time constant of the average of `kvroute_workers_needed`.",
+        unit="s",
+        ge=0,
+        higher="short bursts start no workers",
+        lower="follows the load sooner; 0: no average",
+    )
+    deletion_cost: DeletionCostOptions = option(default_factory=DeletionCostOptions)
+
+
+class Demand(NamedTuple):
+    """The load of the workers of one model. Each part is a number of fully used workers."""
+
+    prefill: float
+    """Prefill seconds that are completed in a second, averaged over 30 s."""
+    queued: float
+    """Queued prefill seconds, at the workers and in the gateway, per `queue_s`."""
+    memory: float
+    """Prompt tokens of running requests, each worker's relative to its KV capacity."""
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.queued + self.memory
+
+
+def demand_of(workers: Sequence[Worker], now: float, *, queue_s: float, waiting: float = 0.0) -> Demand:
+    """The demand on `workers` at `now` (`Clock.now()`), with `waiting` requests in the gateway's queue.
+
+    A waiting request counts as the mean of the prefills that were completed in the last 30 s, and as nothing
+    before the first. O(workers).
+    """
+    loads = [worker.load for worker in workers]
+    seconds, requests = measure_loads(loads, now)
+    queued_s = sum(load.wait_s for load in loads)
+    if waiting and requests > 0:
+        queued_s += waiting * seconds / requests
+    memory = sum(worker.load.active_tokens / worker.capacity_tokens for worker in workers)
+    return Demand(seconds, queued_s / queue_s, memory)
+
+
+def pools(models: Iterable[str], view_of: Callable[[str], FleetView]) -> list[FleetView]:
+    """One view for each set of routable workers, under the first name by alphabet; none without workers."""
+    # One worker may serve a model under several names. Its load must count once, because an autoscaler adds
+    # the figures of all models.
+    found: dict[tuple[Worker, ...], FleetView] = {}
+    for model in sorted(models):
+        view = view_of(model)
+        if view.workers:
+            found.setdefault(view.workers, view)
+    return list(found.values())
+
+
+class WorkersNeeded:
+    """The smoothed number of workers that each model needs. Mutable: `update` adds the demand of a moment."""
+
+    def __init__(self, options: ScalingOptions) -> None:
+        self._options = options
+        self._known: dict[str, tuple[float, float]] = {}
+        """Model -> the average, and when it was last updated."""
+
+    def update(
+        self,
+        models: Iterable[str],
+        view_of: Callable[[str], FleetView],
+        now: float,
+        waiting: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Model -> needed workers, as a fraction, for models with at least one routable worker.
+
+        A model without routable workers has no figure: 0 would make an autoscaler remove workers because a
+        network is down. `view_of` is `Fleet.view`. `waiting` has the number of requests in the gateway's
+        queue by model or adapter.
+        """
+        options = self._options
+        known, self._known = self._known, {}
+        for view in pools(models, view_of):
+            # Which name a request waits under does not matter: all workers of a view serve the same names.
+            queued = sum(number for name, number in waiting.items() if view.workers[0].serves(name))
+            demand = demand_of(view.workers, now, queue_s=options.queue_s, waiting=queued)
+            needed = demand.total / options.target_utilisation
+            before = known.get(view.model)
+            if before is not None and options.smoothing_s:
+                average, then = before
+                needed = average + (needed - average) * (1 - exp((then - now) / options.smoothing_s))
+            self._known[view.model] = needed, now
+        return {model: needed for model, (needed, _) in self._known.items()}
+
+
+class CacheValue:
+    """The prefill seconds that each worker's cache saved lately. Mutable: by its own methods.
+
+    A use that is `window_s` old counts 1/e. `now` must not decrease. Workers are `Worker.index`.
+    """
+
+    # A part of a prompt that k workers hold counts 1/k of its prefill for each: the Shapley value of a game
+    # in which one holder is enough. So a common system prompt decides nothing, a conversation that one worker
+    # holds counts in full, and copies on two workers, of which both may be removed, count half.
+    #
+    # A part that is new has saved nothing yet. It counts by the chance that it will be used: the share of all
+    # blocks lately that were used again.
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._sums: dict[int, float] = {}
+        self._blocks = 0.0
+        self._used_again = 0.0
+        self._origin: float | None = None
+        """A use at this time has the weight 1, a later one a larger weight (forward decay)."""
+
+    def dispatched(
+        self,
+        worker: int,
+        prompts: Sequence[PromptKeys],
+        history: RouteHistory,
+        now: float,
+        costs: Costs,
+    ) -> None:
+        """Prompts are sent to `worker`; `history` does not have them yet."""
+        # By the history, also for `kvaware`: a peer's dispatch has no matches of the other workers.
+        for prompt in prompts:
+            block_s = prompt.block_tokens * costs.token_s
+            self.used(worker, len(prompt.keys), history.match(prompt.keys), now, block_s)
+
+    def used(self, worker: int, blocks: int, held: Mapping[int, int], now: float, block_s: float) -> None:
+        """A prompt of `blocks` was sent to `worker`; `held` has the leading blocks that each worker held.
+
+        `block_s` is the prefill time of a block, in seconds. All holders get credit, also those that were too
+        busy to get the request; `worker` now holds all blocks that any of them holds. O(holders log holders).
+        """
+        others = sorted(((found, each) for each, found in held.items() if each != worker), reverse=True)
+        longest = max(held.get(worker, 0), others[0][0] if others else 0)
+        weight = self._weight(now)
+        self._blocks += weight * blocks
+        self._used_again += weight * longest
+        chance = self._used_again / self._blocks if self._blocks else 0.0
+        credit_s, sums = weight * block_s, self._sums
+        sums[worker] = sums.get(worker, 0.0) + chance * (blocks - longest) * credit_s
+        # From the shortest match to the longest: the blocks between two lengths have one holder less.
+        holders = [(longest, worker), *others]
+        below, shared_s = 0, 0.0
+        for place in range(len(holders) - 1, -1, -1):
+            found, each = holders[place]
+            shared_s += (found - below) * credit_s / (place + 1)
+            below = found
+            sums[each] = sums.get(each, 0.0) + shared_s
+
+    def seconds(self, worker: int, now: float) -> float:
+        """The saved prefill of a worker as of `now`, in seconds."""
+        if self._origin is None:
+            return 0.0
+        return self._sums.get(worker, 0.0) * exp((self._origin - now) / self._window_s)
+
+    def forget(self, worker: int) -> None:
+        """The worker has left, or its cache is empty."""
+        self._sums.pop(worker, None)
+
+    def _weight(self, now: float) -> float:
+        if self._origin is None:
+            self._origin = now
+        age = (now - self._origin) / self._window_s
+        if age > _REBASE:
+            decay = exp(-age)
+            self._sums = {worker: value * decay for worker, value in self._sums.items()}
+            self._blocks *= decay
+            self._used_again *= decay
+            self._origin, age = now, 0.0
+        return exp(age)
+
+
+class WorkerWorth(NamedTuple):
+    """What is lost if a worker is removed, in seconds of prefill."""
+
+    worker: WorkerId
+    cache_s: float
+    """`CacheValue.seconds`."""
+    load_s: float
+    """Queued prefill, which the worker must compute before it ends."""
+    # Running requests do not count: a worker finishes them when it is removed, and their use of the cache is
+    # part of `cache_s`. Counted twice, a single long prompt would hide the differences between caches.
+
+    @property
+    def cost(self) -> int:
+        """The deletion cost: milliseconds of prefill."""
+        return min(MAX_COST, round(1e3 * (self.cache_s + self.load_s)))
+
+
+def due_patches(
+    worths: Sequence[WorkerWorth], written: Mapping[WorkerId, int], *, min_change: float, most: int
+) -> list[tuple[WorkerId, int]]:
+    """The workers whose deletion cost must be written, with the cost; the largest changes first.
+
+    `written` are the costs that the pods have. A cost is due if it differs by more than `min_change` of the
+    mean of all costs, or was never written. At most `most` are returned.
+    """
+    costs = {worth.worker: worth.cost for worth in worths}
+    tolerated = min_change * sum(costs.values()) / max(1, len(costs))
+    changes = {
+        worker: MAX_COST if worker not in written else abs(cost - written[worker])
+        for worker, cost in costs.items()
+    }
+    due = [worker for worker, change in changes.items() if change > tolerated]
+    due.sort(key=lambda worker: (-changes[worker], worker))
+    return [(worker, costs[worker]) for worker in due[:most]]
