@@ -5,6 +5,9 @@
 It takes about 2 GB and 1 to 3 minutes. The engine's declared requirements are mostly GPU packages; the
 packages that the CPU platform really imports are listed in `assets/engine_cpu/` (vLLM 0.32.0, LMCache 0.5.6).
 An interrupted or outdated installation is repeated from the start.
+
+Model weights cannot be installed as a package, so the tiny models that such an engine serves without a GPU are
+written here, too: their shapes are declared, their weights are random.
 """
 
 from __future__ import annotations
@@ -319,21 +322,6 @@ async def _locked(path: Path, *, report: Report, clock: Clock) -> AsyncIterator[
         yield
 
 
-@click.command()
-@click.option("--path", type=click.Path(path_type=Path), default=DEFAULT_PATH, show_default=True)
-def main(path: Path) -> None:
-    """Install vLLM and LMCache for CPUs into a separate virtual environment."""
-    try:
-        venv = asyncio.run(install_engine(path, report=click.echo, clock=SystemClock()))
-    except (EngineInstallError, ProcessFailed) as exc:
-        raise click.ClickException(str(exc)) from exc
-    click.echo(f"the engine is ready in {venv.path}")
-
-
-if __name__ == "__main__":
-    main()
-
-
 VOCABULARY = 8000
 MAX_POSITIONS = 32_768
 PAD, TURN, END = 0, 1, 2
@@ -427,3 +415,18 @@ def write_tiny_model(name: str, folder: Path) -> Path:
     tokenizer = resources.files("kvroute.deploy") / "assets" / "tiny_model" / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     return folder
+
+
+@click.command()
+@click.option("--path", type=click.Path(path_type=Path), default=DEFAULT_PATH, show_default=True)
+def main(path: Path) -> None:
+    """Install vLLM and LMCache for CPUs into a separate virtual environment."""
+    try:
+        venv = asyncio.run(install_engine(path, report=click.echo, clock=SystemClock()))
+    except (EngineInstallError, ProcessFailed) as exc:
+        raise click.ClickException(str(exc)) from exc
+    click.echo(f"the engine is ready in {venv.path}")
+
+
+if __name__ == "__main__":
+    main()
