@@ -6,8 +6,8 @@ It takes about 2 GB and 1 to 3 minutes. The engine's declared requirements are m
 packages that the CPU platform really imports are listed in `assets/engine_cpu/` (vLLM 0.32.0, LMCache 0.5.6).
 An interrupted or outdated installation is repeated from the start.
 
-Model weights cannot be installed as a package, so the tiny models that such an engine serves without a GPU are
-written here, too: their shapes are declared, their weights are random.
+Model weights cannot be installed as a package, so the tiny models that such an engine serves are written
+here, too: their shapes are declared, their weights are random.
 """
 
 from __future__ import annotations
