@@ -33,6 +33,8 @@ class PatchedPods:
     names: set[str]
     status: int = 200
     """The answer to a patch of a pod that exists."""
+    refused: set[str] = field(default_factory=set)
+    """Pods whose patches are answered with 403, whatever `status` is."""
     hangs: bool = False
     costs: dict[str, str] = field(default_factory=dict)
     patches: list[str] = field(default_factory=list)
@@ -56,8 +58,9 @@ class PatchedPods:
                 await asyncio.Event().wait()
             if name not in self.names:
                 self._answer(writer, 404, {"kind": "Status", "code": 404})
-            elif self.status != 200:
-                self._answer(writer, self.status, {"kind": "Status", "message": "pods is forbidden"})
+            elif self.status != 200 or name in self.refused:
+                status = 403 if name in self.refused else self.status
+                self._answer(writer, status, {"kind": "Status", "message": "pods is forbidden"})
             else:
                 self.costs[name] = json.loads(body)["metadata"]["annotations"][ANNOTATION]
                 self._answer(writer, 200, {"kind": "Pod"})
@@ -185,6 +188,16 @@ async def test_a_refusal_ends_the_round_is_counted_and_logged_once(caplog):
         gateway.api.status = 200
         await gateway.round()
         assert sorted(gateway.api.costs) == ["a", "b"]
+
+
+async def test_a_pod_that_refuses_does_not_keep_the_others_from_being_written():
+    async with gateway_of("a", "b", "c") as gateway:
+        gateway.api.refused.add("a")
+        for _ in range(2):
+            await gateway.round()
+
+        assert gateway.api.patches == ["a", "b", "c", "a"]
+        assert sorted(gateway.api.costs) == ["b", "c"]
 
 
 async def test_a_worker_that_is_no_pod_is_asked_for_once():

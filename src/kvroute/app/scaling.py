@@ -106,6 +106,8 @@ class DeletionCosts:
         self._cache_value = router.cache_value
         self._clock = clock
         self._written: dict[WorkerId, int] = {}
+        self._refused: set[WorkerId] = set()
+        """The pods whose last patch failed."""
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._logged_trouble = ""
         fleet.subscribe(self._fleet_changed)
@@ -136,20 +138,23 @@ class DeletionCosts:
 
     async def write_due(self) -> None:
         """Patch the pods whose costs have changed. Ends at the first failure: the next round tries again."""
+        # A pod that failed comes last, so that a single pod cannot keep the others from being written.
         options = self._options
         due = due_patches(
             self.worths(), self._written, min_change=options.min_change, most=options.max_patches
         )
-        for worker, cost in due:
+        for worker, cost in sorted(due, key=lambda each: each[0] in self._refused):
             try:
                 exists = await self._api.annotate(worker, {ANNOTATION: str(cost)})
             except DiscoveryError as error:
                 self._outcomes["failed"] += 1
+                self._refused.add(worker)
                 self._log_once(f"the deletion cost of pod {worker} cannot be written: {error}")
                 return
             # Absent: the pod has just been deleted, or another source lists this worker, which is no pod.
             self._outcomes["patched" if exists else "absent"] += 1
             self._written[worker] = cost
+            self._refused.discard(worker)
         if due:
             self._log_once("")
 
@@ -169,6 +174,7 @@ class DeletionCosts:
             self._cache_value.forget(worker.index)
         if change in (FleetChange.LEFT, FleetChange.JOINED):
             self._written.pop(worker.id, None)  # a new pod of that name has no annotation
+            self._refused.discard(worker.id)
 
 
 OUTCOMES: Final = ("patched", "absent", "failed")
