@@ -335,7 +335,7 @@ def block_keys(data: bytes, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> Bl
     if block_bytes == BLOCK_BYTES:
         prefixes = _PREFIX_SLICERS[blocks](data)
     else:
-        prefixes = [data[part] for part in _prefix_slices(block_bytes, blocks)]
+        prefixes = list(map(data.__getitem__, _prefix_slices(block_bytes, blocks)))
     return list(map(xxh3_64_intdigest, prefixes, repeat(seed)))  # type: ignore[arg-type]
 
 

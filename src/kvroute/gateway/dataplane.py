@@ -10,19 +10,14 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from itertools import chain, count
 
 from msgspec.structs import replace
 
 from kvroute.blocks.keys import ANCHOR_BYTES
-from kvroute.errors import (
-    GatewayError,
-    ModelNotFound,
-    NotIsolated,
-    OverLimit,
-    ShuttingDown,
-)
+from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, ShuttingDown
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
 from kvroute.gateway.attempts import Attempts
@@ -250,6 +245,7 @@ class DataPlane:
         again with `prepared`. If no worker has a permit, the request waits, and the queue calls this again
         with its `entry`. Raises the errors of `Planner.plan`, `admit_key` and `RequestQueue.may_start`.
         """
+        # `partial` instead of nested functions: those would make a cell of each variable at every request.
         tracer = self._tracer
         if tracer is not None and prepared is None and entry is None:
             fields = tracer.begin(record, fields)
@@ -266,12 +262,9 @@ class DataPlane:
                     if self.queue is not None and request.endpoint.fills_kv_cache:
                         # A request that will be refused must not wait for its tokens first.
                         self.queue.check_room(self._entry(self.queue, request, headers, record, owner))
-                    prepare, name = preparer.prepare, model
-
-                    async def start() -> InFlightRequest:
-                        tokens = await prepare(request, name)
-                        return self.relay(request, target, headers, fields, record, client, owner, tokens)
-
+                    prepare = partial(preparer.prepare, request, model)
+                    again = partial(self.relay, request, target, headers, fields, record, client, owner)
+                    start = partial(_relay_prepared, prepare, again)
                     return self._start_later(request.endpoint.errors, record, client, start)
         # Plans must be made in the order of their time, and others may have been planned while this one
         # waited.
@@ -282,17 +275,11 @@ class DataPlane:
             if entry is None:
                 entry = self._entry(self.queue, request, headers, record, owner)
                 if not self.queue.may_start(entry):
-                    waited = entry
-
-                    def start_waiting() -> InFlightRequest:
-                        record.queued_s = self._now() - waited.entered
-                        return self.relay(
-                            request, target, headers, fields, record, client, owner, prepared, waited
-                        )
-
-                    return self._wait(
-                        self.queue, entry, request.endpoint.errors, record, client, start_waiting
+                    again = partial(
+                        self.relay, request, target, headers, fields, record, client, owner, prepared, entry
                     )
+                    waited = partial(self._relay_waited, record, entry, again)
+                    return self._wait(self.queue, entry, request.endpoint.errors, record, client, waited)
             else:
                 now = started = self._now()
         trace = record.trace
@@ -321,6 +308,12 @@ class DataPlane:
         if self._announce is not None:
             self._announce(plan, record)
         return self.start(plan, fields, record, client, entry)
+
+    def _relay_waited(
+        self, record: Record, entry: QueueEntry, relay: Callable[[], InFlightRequest]
+    ) -> InFlightRequest:
+        record.queued_s = self._now() - entry.entered
+        return relay()
 
     def admit_key(self, request: InferenceRequest, headers: Headers, record: Record) -> None:
         """Check what the request's named key permits, and account for the request until it is recorded.
@@ -539,6 +532,12 @@ class DataPlane:
         self.admission.cut()
         await asyncio.gather(*self._preparing, return_exceptions=True)
         self.journal.flush()
+
+
+async def _relay_prepared(
+    prepare: Callable[[], Awaitable[Prepared]], relay: Callable[..., InFlightRequest]
+) -> InFlightRequest:
+    return relay(prepared=await prepare())
 
 
 def _new_request_ids() -> Iterator[bytes]:

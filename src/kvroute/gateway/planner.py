@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import httpx
@@ -316,23 +317,29 @@ class Planner:
         session: str | None,
         prepared: Prepared | None,
     ) -> RouteQuery:
-        model, stream = space.model, request.stream
+        model, seed = space.model, space.seed
+        if len(prompts) == 1 and prepared is None:  # most requests
+            prompt = prompts[0]
+            its = self._estimator.prompt_keys(prompt, space)
+            fingerprint = seed ^ _fingerprint(prompt, its, seed)
+            return RouteQuery(model, now, (its,), its.tokens, session, request.stream, fingerprint)
         exact: tuple[ExactPrompt, ...] = ()
+        keys: tuple[PromptKeys, ...] = ()
         if prompts:
-            keys = tuple([self._estimator.prompt_keys(prompt, space) for prompt in prompts])
+            # A comprehension would make cells of its variables, at every request.
+            keys = tuple(map(self._estimator.prompt_keys, prompts, repeat(space)))
             if prepared is not None and len(prepared.prompts) == len(keys):
                 exact = prepared.prompts
                 keys = tuple(map(_with_exact_length, keys, prompts, exact))
-            fingerprint, tokens = space.seed, 0
+            fingerprint, tokens = seed, 0
             for prompt, prompt_keys in zip(prompts, keys, strict=True):
                 tokens += prompt_keys.tokens
                 fingerprint ^= _fingerprint(prompt, prompt_keys, fingerprint)
         else:
-            keys = ()
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        return RouteQuery(model, now, keys, tokens, session, stream, fingerprint, exact, inexact)
+        return RouteQuery(model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
 
 
 def tenant_session(tenant: str, session: str) -> str:

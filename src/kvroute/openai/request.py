@@ -200,22 +200,28 @@ def parse_request(
     workers report all other errors. About 1 us for small bodies, 60 us for a 256 KB chat.
     """
     if endpoint.body is _MULTIPART:
-        max_parts = MAX_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
-        places = form_places(body, content_type, max_parts)
-        form = {name: body[place].decode("utf-8", "replace") for name, place in places.items()}
-        return InferenceRequest(
-            endpoint,
-            body,
-            form.get("model") or None,
-            form.get("stream") == "true",
-            form=form,
-            model_place=places.get("model"),
-        )
+        return _parse_form(endpoint, body, content_type, bounded)
     try:
         decoded = decode_body(body) if bounded is None or len(body) <= _SMALL_BYTES else bounded.body(body)
     except UNREADABLE:  # also if `model` is no string
         return _parse_loosely(endpoint, body)
     return as_request(endpoint, body, decoded)
+
+
+def _parse_form(
+    endpoint: Endpoint, body: bytes, content_type: str, bounded: Bounded | None
+) -> InferenceRequest:
+    max_parts = MAX_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
+    places = form_places(body, content_type, max_parts)
+    form = {name: body[place].decode("utf-8", "replace") for name, place in places.items()}
+    return InferenceRequest(
+        endpoint,
+        body,
+        form.get("model") or None,
+        form.get("stream") == "true",
+        form=form,
+        model_place=places.get("model"),
+    )
 
 
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
