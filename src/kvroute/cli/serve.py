@@ -108,6 +108,11 @@ def configured(
             multiple=True,
             help="A worker that answers, and gets the KV of long prompts from prefill workers; repeatable.",
         )
+        @click.option(
+            "--inference-pool",
+            metavar="NAME",
+            help="InferencePool in this namespace whose pods are the workers. Sets fleet.kubernetes.pool.",
+        )
         @click.option("--strategy", metavar="NAME", help=f"Routing strategy: {', '.join(STRATEGIES)}.")
         @click.option("--host", help="Address to listen on.")
         @click.option("--port", help="Port to listen on.")
@@ -167,6 +172,9 @@ def flag_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
         origin = ", ".join(dict.fromkeys(flag for flag, _, _ in given))
         entries = [worker(text, role) for _, role, text in given]
         settings.append(ConfigSetting(("fleet", "workers"), entries, origin))
+    if (pool := flags["inference_pool"]) is not None:
+        for option, value in (("enabled", True), ("pool", pool)):
+            settings.append(ConfigSetting(("fleet", "kubernetes", option), value, "--inference-pool"))
     for name, path in FLAGS.items():
         if (value := flags[name]) is not None:
             settings.append(ConfigSetting(path, value, f"--{name.replace('_', '-')}"))

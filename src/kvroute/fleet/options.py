@@ -35,6 +35,13 @@ class KubernetesOptions(Options):
         "",
         "Label selector, such as `app=vllm,tier in (a, b)`. Empty: all objects in the namespace.",
     )
+    pool: str | None = option(
+        None,
+        "Name of an InferencePool (`inference.networking.k8s.io/v1`) in the namespace. Its selector and "
+        "target ports are used instead of `selector` and `port`, and followed when they change. With several "
+        "target ports each port of a pod is a worker, called `pod:port`.",
+        pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$",
+    )
     port: int | str = option(
         "http", "The workers' port: its number, or its name in the pod's containers or in the EndpointSlice."
     )
@@ -122,6 +129,16 @@ class KubernetesOptions(Options):
         if port == "":
             raise ValueError("must be a number or a port's name")
         return port
+
+    @model_validator(mode="after")
+    def _pool_selects(self) -> Self:
+        if self.pool is None:
+            return self
+        if own := [name for name in ("selector", "port") if name in self.model_fields_set]:
+            raise ValueError(f"pool: the InferencePool has its own {' and '.join(own)}; set only one of them")
+        if self.resource != "pods":
+            raise ValueError("pool: an InferencePool selects pods, so resource must be pods")
+        return self
 
 
 def _as_address_list(value: object) -> object:

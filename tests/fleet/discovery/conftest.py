@@ -34,12 +34,21 @@ def matches(selector: str, labels: dict[str, str]) -> bool:
     return True
 
 
+def is_selected(params: dict[str, str], metadata: Object) -> bool:
+    """Whether an object is among those that the parameters of a request ask for."""
+    field = params.get("fieldSelector", "")
+    is_named = not field or field == f"metadata.name={metadata['name']}"
+    return is_named and matches(params.get("labelSelector", ""), metadata.get("labels", {}))
+
+
 @dataclass
 class FakeApi:
     """Objects of one collection, and the log of their changes. Tests change it by its methods and fields."""
 
     url: str = ""
     collection: str = "/api/v1/namespaces/llm/pods"
+    others: list[FakeApi] = field(default_factory=list)
+    """Other collections of the same server."""
     tokens: set[str] = field(default_factory=set)
     """Those that are accepted; empty: no token is asked for."""
     fails: tuple[int, str] | None = None
@@ -102,6 +111,8 @@ class FakeApi:
 
     def cut(self) -> None:
         """Break every connection."""
+        for other in self.others:
+            other.cut()
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -141,8 +152,11 @@ class FakeApi:
         target = urlsplit(head.split(" ")[1])
         params = {key: values[0] for key, values in parse_qs(target.query).items()}
         token = re.search(r"(?im)^authorization: Bearer (.*?)\r?$", head)
+        other = next((each for each in self.others if each.collection == target.path), None)
         if self.fails is not None:
             self._status(writer, *self.fails)
+        elif other is not None:
+            await other._answer(head, reader, writer)
         elif self.tokens and (token is None or token[1] not in self.tokens):
             self._status(writer, 401, "Unauthorized")
         elif target.path != self.collection:
@@ -165,11 +179,7 @@ class FakeApi:
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (code, len(text), text))
 
     def _list(self, writer: asyncio.StreamWriter, params: dict[str, str]) -> None:
-        wanted = [
-            item
-            for _, item in sorted(self.objects.items())
-            if matches(params.get("labelSelector", ""), item["metadata"].get("labels", {}))
-        ]
+        wanted = [item for _, item in sorted(self.objects.items()) if is_selected(params, item["metadata"])]
         start = int(params.get("continue", 0))
         end = start + min(self.page, int(params["limit"]))
         metadata = {"resourceVersion": str(self.version)}
@@ -181,7 +191,6 @@ class FakeApi:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, params: dict[str, str]
     ) -> None:
         seen = int(params["resourceVersion"])
-        selector = params.get("labelSelector", "")
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         if seen < self.kept_from:
             expired = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}
@@ -198,7 +207,7 @@ class FakeApi:
                 for version, line in self.log:
                     if version > seen:
                         seen = version
-                        if self._concerns(line, selector):
+                        if self._concerns(line, params):
                             self._chunk(writer, line)
                 try:
                     if ending.is_set():
@@ -214,13 +223,13 @@ class FakeApi:
             left.cancel()
         writer.write(b"0\r\n\r\n")
 
-    def _concerns(self, line: bytes, selector: str) -> bool:
+    def _concerns(self, line: bytes, params: dict[str, str]) -> bool:
         try:
             event = json.loads(line)
-            labels = event["object"]["metadata"].get("labels", {})
+            metadata = event["object"]["metadata"]
         except (ValueError, KeyError, TypeError):
             return True
-        return event["type"] == "BOOKMARK" or matches(selector, labels)
+        return event["type"] == "BOOKMARK" or is_selected(params, metadata)
 
     def _chunk(self, writer: asyncio.StreamWriter, line: bytes) -> None:
         # In two pieces: a line does not come as one.
@@ -290,3 +299,26 @@ def pod() -> Callable[..., Object]:
         return {"kind": "Pod", "metadata": metadata, "spec": spec, "status": status}
 
     return make
+
+
+@pytest.fixture
+def pools(fake_api: FakeApi) -> FakeApi:
+    """The InferencePools of the server `fake_api`."""
+    other = FakeApi(collection="/apis/inference.networking.k8s.io/v1/namespaces/llm/inferencepools")
+    fake_api.others.append(other)
+    return other
+
+
+def inference_pool(name: str, labels: dict[str, str], *ports: int, **spec: Any) -> Object:
+    """An InferencePool as the API server has it."""
+    return {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "targetPorts": [{"number": port} for port in ports],
+            "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
+            **spec,
+        },
+    }

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.fleet.discovery.conftest import inference_pool
 from tests.support.clocks import QuickClock
 from tests.support.waiting import until
 
@@ -468,6 +469,78 @@ async def test_endpoint_slices_of_a_service_are_watched(fake_api, serving):
         await seen.sees("b")
 
 
+# InferencePools
+
+
+async def test_a_pool_names_the_pods_and_their_ports(api, pools, pod):
+    pools.put(inference_pool("chat", {"app": "vllm"}, 8000), inference_pool("other", {"app": "redis"}, 6379))
+    api.put(pod("a"), pod("b", "10.0.0.2"), pod("other", labels={"app": "redis"}))
+
+    async with watching(source_of(api.url, pool="chat")) as seen:
+        await seen.sees("a", "b")
+        assert [spec.url for spec in seen.sets[-1]] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+        api.put(pod("c", "10.0.0.3"))
+        await seen.sees("a", "b", "c")
+
+    assert (pools.lists, api.lists, seen.source.errors) == (1, 1, 0)
+
+
+async def test_a_changed_pool_changes_the_workers(api, pools, pod):
+    pools.put(inference_pool("chat", {"app": "vllm"}, 8000))
+    api.put(pod("a"), pod("b", "10.0.0.2", labels={"tier": "new"}))
+    async with watching(source_of(api.url, pool="chat")) as seen:
+        await seen.sees("a", "b")
+        pools.put(inference_pool("chat", {"app": "vllm", "tier": "new"}, 8000))
+        await seen.sees("b")
+        pools.put(inference_pool("chat", {"app": "vllm", "tier": "new"}, 8000, 8001))
+        await seen.sees("b:8000", "b:8001")
+        api.put(pod("c", "10.0.0.3", labels={"tier": "new"}))
+        await seen.sees("b:8000", "b:8001", "c:8000", "c:8001")
+        await until(lambda: api.watches == 1)  # the watches of earlier selectors have ended
+
+    assert [params["labelSelector"] for params in api.asked if "watch" not in params] == [
+        "app=vllm",
+        "app=vllm,tier=new",
+        "app=vllm,tier=new",
+    ]
+
+
+async def test_a_draining_worker_is_still_known_when_its_pool_changes(api, pools, pod):
+    """It has been ready once, so it does not have to join again."""
+    labels = {"tier": "new"}
+    pools.put(inference_pool("chat", {"app": "vllm"}, 8000))
+    api.put(pod("a", labels=labels), pod("b", "10.0.0.2", labels=labels))
+    async with watching(source_of(api.url, pool="chat")) as seen:
+        await seen.sees("a", "b")
+        api.put(pod("a", ready=False, labels=labels))
+        await seen.sees("a*", "b")
+        pools.put(inference_pool("chat", {"app": "vllm", **labels}, 8000))
+        await until(lambda: api.lists == 2)
+        api.put(pod("c", "10.0.0.3", labels=labels))
+        await seen.sees("a*", "b", "c")
+
+
+async def test_a_pool_that_comes_later_is_waited_for(api, pools, pod, caplog):
+    api.put(pod("a"))
+    async with watching(source_of(api.url, pool="chat")) as seen:
+        await seen.sees()
+        await until(lambda: pools.watches == 1)
+        pools.put(inference_pool("chat", {"app": "vllm"}, 8000))
+        await seen.sees("a")
+
+    assert caplog.text.count("there is no InferencePool chat in llm") == 1
+    assert seen.source.errors == 1
+
+
+async def test_without_the_definition_of_pools_the_reason_is_logged(api, pod, caplog):
+    api.put(pod("a"))
+    async with watching(source_of(api.url, pool="chat")) as seen:
+        await until(lambda: seen.source.errors > 1)
+
+    assert seen.sets == []
+    assert caplog.text.count("/inferencepools: answered 404") == 1
+
+
 # In the fleet
 
 
@@ -505,7 +578,11 @@ def answer_lists_with(api, objects):
 @pytest.fixture
 async def fleet_of_four(api, pod, running):
     """A fleet that follows four healthy pods; the discoverer and its clock."""
-    settings = {"enabled": True, "api_url": api.url, "namespace": "llm"}
+    return await follow_four(api, pod, running)
+
+
+async def follow_four(api, pod, running, **more):
+    settings = {"enabled": True, "api_url": api.url, "namespace": "llm", **more}
     clock = QuickClock(0.001)
     fleet = Fleet()
     discoverer = Discoverer(
@@ -606,3 +683,21 @@ async def test_pods_deleted_in_a_scale_down_leave_as_they_are_deleted(api, pod, 
 
     await until(lambda: fleet.workers() == ())
     assert discoverer.shrinks == {}
+
+
+async def test_workers_of_a_deleted_pool_leave_when_it_does_not_come_back(api, pools, pod, running, caplog):
+    pools.put(inference_pool("chat", {"app": "vllm"}, 8000))
+    fleet, discoverer, clock = await follow_four(api, pod, running, pool="chat")
+
+    pools.delete("chat")
+    await until(lambda: discoverer.kept() == {"kubernetes": 4})
+    pools.put(inference_pool("chat", {"app": "vllm"}, 8000))
+    await until(lambda: discoverer.kept() == {"kubernetes": 0} and api.watches == 1)
+    assert len(fleet.workers()) == 4
+
+    pools.delete("chat")
+    await until(lambda: discoverer.kept() == {"kubernetes": 4})
+    clock.ahead_s += 600
+
+    await until(lambda: fleet.workers() == ())
+    assert caplog.text.count("there is no InferencePool chat in llm") == 2

@@ -3,14 +3,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from tests.fleet.discovery.conftest import inference_pool
 
 from kvroute.fleet.discovery.kubernetes_api import (
     FoundWorker,
     ObjectReader,
+    PoolTarget,
     by_name,
     read_endpoint_slice,
     read_pod,
+    read_pool,
 )
+from kvroute.fleet.options import KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 
 READER = ObjectReader("http", role_label="role", model_label="example.com/model")
@@ -196,3 +201,55 @@ def test_the_node_comes_from_the_pod_or_the_endpoint(pod):
 
     assert (found.node, end.node, nowhere.node) == ("node-7", "node-8", None)
     assert found.spec(draining=False).node == "node-7"
+
+
+# InferencePools
+
+
+def test_a_pools_labels_become_a_selector():
+    reading = read_pool(inference_pool("chat", {"tier": "a", "app": "vllm"}, 8000, 8001))
+
+    assert reading.target == PoolTarget("app=vllm,tier=a", (8000, 8001))
+    assert reading.trouble == ""
+
+
+@pytest.mark.parametrize(
+    ("pool", "trouble"),
+    [
+        (inference_pool("chat", {}, 8000), "no matchLabels"),
+        (inference_pool("chat", {"app": "vllm"}), "no targetPorts"),
+        (inference_pool("chat", {"app": "vllm"}, 8000, appProtocol="kubernetes.io/h2c"), "HTTP/1.1"),
+        ({"metadata": {"name": "chat"}}, "no matchLabels"),
+        ({"metadata": {"name": "chat"}, "spec": {"selector": [], "targetPorts": {}}}, "no matchLabels"),
+    ],
+)
+def test_a_pool_that_selects_nothing_is_trouble(pool, trouble):
+    reading = read_pool(pool)
+
+    assert reading.target is None
+    assert "InferencePool chat" in reading.trouble
+    assert trouble in reading.trouble
+
+
+def test_each_target_port_of_a_pod_is_a_worker(pod):
+    one = read_pod(pod("a", ports=[]), ObjectReader("http", target_ports=(8000,)))
+    several = read_pod(pod("a", ports=[]), ObjectReader("http", target_ports=(8000, 8001)))
+
+    assert [(found.name, found.url) for found in one.found] == [("a", "http://10.0.0.1:8000")]
+    assert [(found.name, found.url) for found in several.found] == [
+        ("a:8000", "http://10.0.0.1:8000"),
+        ("a:8001", "http://10.0.0.1:8001"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("also", "complaint"),
+    [
+        ({"selector": "app=vllm"}, "own selector"),
+        ({"port": 8000}, "own port"),
+        ({"resource": "endpointslices"}, "resource must be pods"),
+    ],
+)
+def test_what_a_pool_decides_cannot_be_set_as_well(also, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        KubernetesOptions.model_validate({"pool": "chat", **also})

@@ -1,7 +1,8 @@
 """A client that lists and watches one collection of a Kubernetes API server, and the workers in its objects.
 
-Pods and EndpointSlices are read by pure functions. Their shapes are those of v1 Pod and
-discovery.k8s.io/v1 EndpointSlice (Kubernetes 1.21 and later). A missing part of an object counts as empty.
+Pods, EndpointSlices and InferencePools are read by pure functions. Their shapes are those of v1 Pod,
+discovery.k8s.io/v1 EndpointSlice (Kubernetes 1.21 and later) and inference.networking.k8s.io/v1
+InferencePool. A missing part of an object counts as empty.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class ObjectReader:
     model_label: str | None = None
     meanings: Mapping[str, str] = field(default_factory=dict)
     """Value of the role label -> `WorkerSpec.role`; other values stay as they are."""
+    target_ports: tuple[int, ...] = ()
+    """If there are any: each one is a worker of a pod, instead of `port`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +74,37 @@ def name_of(item: Object) -> str:
 
 
 def read_pod(pod: Object, reader: ObjectReader) -> ObjectReading:
-    """The worker in a pod; no worker while the pod has no address, or after its containers have ended."""
+    """The workers in a pod; no worker while the pod has no address, or after its containers have ended.
+
+    There is one worker, or one for each target port of the reader.
+    """
     metadata, status = _inner(pod, "metadata"), _inner(pod, "status")
     address = status.get("podIP")
     role = _role(metadata, reader)
     if not address or status.get("phase") in ("Succeeded", "Failed") or not _is_wanted(role, reader):
         return ObjectReading()
-    port = _pod_port(pod, reader.port)
-    if port is None:
-        return ObjectReading(
-            trouble=f"no container of the pod {name_of(pod)} has a port named {reader.port!r}"
-        )
+    name, ports = name_of(pod), reader.target_ports
+    if not ports:
+        port = _pod_port(pod, reader.port)
+        if port is None:
+            return ObjectReading(trouble=f"no container of the pod {name} has a port named {reader.port!r}")
+        ports = (port,)
     ready = any(
         condition.get("type") == "Ready" and condition.get("status") == "True"
         for condition in _items(status, "conditions")
     )
     return ObjectReading(
-        (
+        tuple(
             FoundWorker(
-                name_of(pod),
+                name if len(ports) == 1 else f"{name}:{port}",
                 _url(reader, address, port),
                 is_ready=ready,
                 is_terminating=metadata.get("deletionTimestamp") is not None,
                 models=_models(metadata, reader),
                 role=reader.meanings.get(role or "", role),
                 node=_text(_inner(pod, "spec").get("nodeName")),
-            ),
+            )
+            for port in ports
         )
     )
 
@@ -132,6 +140,38 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
             )
         )
     return ObjectReading(tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTarget:
+    """Which pods an InferencePool has, and which of their ports are workers."""
+
+    selector: str
+    """Label selector, as the API takes it."""
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """The target of an InferencePool. `trouble` is the reason why there is none, for an operator."""
+
+    target: PoolTarget | None = None
+    trouble: str = ""
+
+
+def read_pool(pool: Object) -> PoolReading:
+    """The pods and ports of an InferencePool."""
+    spec = _inner(pool, "spec")
+    labels = _inner(_inner(spec, "selector"), "matchLabels")
+    numbers = [each.get("number") for each in _items(spec, "targetPorts")]
+    ports = tuple(dict.fromkeys(number for number in numbers if isinstance(number, int)))
+    if not labels or not ports:
+        # An empty selector would select every pod of the namespace.
+        return PoolReading(trouble=f"the InferencePool {name_of(pool)} has no matchLabels or no targetPorts")
+    if spec.get("appProtocol") == "kubernetes.io/h2c":
+        return PoolReading(trouble=f"the InferencePool {name_of(pool)} is for HTTP/2; kvroute needs HTTP/1.1")
+    selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    return PoolReading(PoolTarget(selector, ports))
 
 
 def by_name(found: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
@@ -223,6 +263,7 @@ _ABSENT: Final = 404
 _COLLECTIONS: Final = {
     "pods": "/api/v1/namespaces/{}/pods",
     "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
+    "inferencepools": "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools",
 }
 
 
@@ -284,18 +325,29 @@ class WatchEvent:
 
 
 class KubernetesApi:
-    """Lists and watches the objects of one collection that match a label selector, and annotates objects.
+    """Lists and watches objects of one collection, and annotates objects.
+
+    The objects are those that match a label selector, or the one called `name`.
 
     Every method raises DiscoveryError; WatchExpired means that the caller must list again. Mutable: a changed
     CA file replaces the HTTP client. The caller calls `aclose` at the end.
     """
 
     def __init__(
-        self, access: ApiAccess, *, resource: str, selector: str, timeout_s: float, watch_s: float
+        self,
+        access: ApiAccess,
+        *,
+        resource: str,
+        selector: str,
+        timeout_s: float,
+        watch_s: float,
+        name: str | None = None,
     ) -> None:
         self._access = access
         self._path = _COLLECTIONS[resource].format(access.namespace)
         self._selector = {"labelSelector": selector} if selector else {}
+        if name is not None:
+            self._selector["fieldSelector"] = f"metadata.name={name}"
         self._timeout_s = timeout_s
         self._watch_s = watch_s
         self._client: httpx.AsyncClient | None = None
