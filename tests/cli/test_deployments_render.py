@@ -107,6 +107,30 @@ def test_fields_without_effect_are_reported_next_to_the_result(tmp_path):
     assert "noted: x-kvroute.gateway.replicas: applied, but gateways do not share" in result.stderr
 
 
+def test_a_gateway_gets_a_route_to_pickers_that_share(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text((ROOT / "configs" / "hyperpod.yaml").read_text() + "  gateway: {replicas: 3}\n")
+
+    result = run(
+        "render", "-f", file, "--to", "kubernetes", "--gateway", "infra/edge", "-o", tmp_path / "out"
+    )
+
+    pool, route = yaml.safe_load_all((tmp_path / "out" / "route.yaml").read_text())
+    assert pool["kind"] == "InferencePool"
+    assert route["spec"]["parentRefs"] == [{"name": "edge", "namespace": "infra"}]
+    assert "do not share" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "complaint"),
+    [("compose", "edge", "--gateway needs --to kubernetes"), ("kubernetes", "a/b/c", "NAMESPACE")],
+)
+def test_a_gateway_that_cannot_be_is_refused(spec, target, name, complaint):
+    result = run("render", "-f", spec, "--to", target, "--gateway", name, code=2)
+
+    assert complaint in result.stderr
+
+
 @pytest.mark.parametrize("command", ["check", "render"])
 def test_an_unreadable_file_is_reported_without_a_traceback(command, tmp_path):
     arguments = ["--to", "config"] if command == "render" else []

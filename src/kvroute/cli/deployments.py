@@ -28,11 +28,12 @@ from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.processes import StateFolder, UpState
 from kvroute.deploy.render.config import config_text, gateway_config
+from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
 from kvroute.deploy.render.kubernetes import SECRET_FILE
-from kvroute.deploy.render.manifest import with_earlier_key
+from kvroute.deploy.render.manifest import with_earlier_keys
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_local_token_bytes
-from kvroute.deploy.render.reach import findings_for
-from kvroute.deploy.render.registry import TARGETS
+from kvroute.deploy.render.reach import KUBERNETES, findings_for
+from kvroute.deploy.render.registry import TARGETS, rendered
 from kvroute.deploy.render.site import local_site
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
@@ -465,8 +466,13 @@ async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> Non
     type=click.Path(path_type=Path),
     help="The endpoint spec: HyperPod's InferenceEndpointConfig, or kvroute's own Endpoint.",
 )
+@click.option("--to", "target", required=True, type=click.Choice(list(TARGETS)), help="Kind of files.")
 @click.option(
-    "--to", "target", required=True, type=click.Choice(list(TARGETS)), help="Kind of files to generate."
+    "--gateway",
+    "door",
+    metavar="[NAMESPACE/]NAME",
+    type=gateway_ref,
+    help="With --to kubernetes: endpoint pickers, and a route of this Gateway (Gateway API) to the workers.",
 )
 @click.option(
     "-o",
@@ -482,21 +488,25 @@ async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> Non
     help="The versions in the workers' image, such as 0.19.1+0.4.3. Default: what the spec or the image's "
     "name says.",
 )
-def render(file: Path, target: str, folder: Path | None, versions: str | None) -> None:
+def render(
+    file: Path, target: str, door: GatewayRef | None, folder: Path | None, versions: str | None
+) -> None:
     """Generate a compose file, Kubernetes manifests or settings from an endpoint spec.
 
     Without -o the result goes to standard output. Fields without an effect, in general or for this target,
     are listed on standard error. Exit code 1: the spec is wrong, and nothing is written.
     """
+    if door is not None and target != KUBERNETES:
+        raise click.UsageError("--gateway needs --to kubernetes")
     reading = reading_of(read_text(file), versions)
     findings = list(reading.findings)
     if reading.document is not None:
-        findings = list(findings_for(target, reading.document, findings))
+        findings = list(findings_for(target, reading.document, findings, shares=door is not None))
     print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
     if reading.document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     click.echo(f"{file}: {count(findings)}", err=True)
-    files = TARGETS[target].render(with_local_token_bytes(plan_endpoint(reading.document)))
+    files = rendered(target, with_local_token_bytes(plan_endpoint(reading.document)), door)
     if folder is not None:
         write(folder, files)
         return
@@ -528,7 +538,7 @@ def _write_secret(path: Path, text: str) -> None:
     """Write a file that only its owner may read, and keep the key of an existing one. Raises OSError."""
     if path.exists():
         try:
-            text = with_earlier_key(text, path.read_text(encoding="utf-8"))
+            text = with_earlier_keys(text, path.read_text(encoding="utf-8"))
         except ValueError as exc:
             raise WrongSpec(
                 f"{path} was not written by render: {exc}; remove it to generate a new key"

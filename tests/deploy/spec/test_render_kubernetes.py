@@ -16,7 +16,7 @@ from kvroute.deploy.render.kubernetes import (
     kubernetes_objects,
     render_kubernetes,
 )
-from kvroute.deploy.render.manifest import with_earlier_key
+from kvroute.deploy.render.manifest import with_earlier_keys
 from kvroute.deploy.spec.loading import fix_layout
 
 S3 = {"endpoint": "s3://b.s3.eu-central-1.amazonaws.com", "region": "eu-central-1"}
@@ -247,10 +247,10 @@ def test_without_a_secret_for_the_admin_key_one_is_made(own, plan):
 def test_a_rendered_key_is_kept(own, plan):
     earlier, later = (render_kubernetes(plan(own()))[SECRET_FILE] for _ in range(2))
 
-    assert with_earlier_key(later, earlier) == earlier
+    assert with_earlier_keys(later, earlier) == earlier
     for wrong in ("", "- list", "kind: Secret", "{"):
         with pytest.raises(ValueError, match="not a Secret"):
-            with_earlier_key(later, wrong)
+            with_earlier_keys(later, wrong)
 
 
 def test_settings_with_a_key_of_their_own_get_no_secret(own, plan):

@@ -1,14 +1,30 @@
-"""Renders Envoy's configuration with endpoint pickers: Envoy relays, `kvroute epp` decides (Envoy 1.40)."""
+"""Renders the door with endpoint pickers: Envoy relays, `kvroute epp` decides.
+
+Either Envoy's own configuration (Envoy 1.40), or the objects of the Gateway API from which a Gateway's
+implementation configures Envoy.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any, Final, NamedTuple
 
 import yaml
 
-from kvroute.deploy.render.config import config_text, gateway_config, merged
+from kvroute.deploy.render.config import SECRETS, config_text, gateway_config, merged
+from kvroute.deploy.render.manifest import (
+    GATEWAY,
+    SHARING,
+    SHARING_KEY,
+    SHARING_PASSWORD,
+    SHARING_PORT,
+    WORKER,
+    Manifest,
+    manifest,
+    selector,
+)
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import report_ports
 from kvroute.deploy.render.site import LOOPBACK, local_site
@@ -133,7 +149,11 @@ def _connection_manager(site: EnvoySite) -> dict[str, Any]:
                 "watch",
                 {
                     "failure_mode_allow": True,
-                    "response_attributes": ["upstream.address", "response.code_details"],
+                    "response_attributes": [
+                        "upstream.address",
+                        "upstream.request_attempt_count",
+                        "response.code_details",
+                    ],
                     "processing_mode": {
                         "request_header_mode": "SEND",
                         "request_body_mode": "NONE",
@@ -286,8 +306,7 @@ def render_envoy(plan: EndpointPlan) -> dict[str, str]:
         workers=[(LOOPBACK, worker.port) for worker in site.workers],
         pickers=[(LOOPBACK, port) for port, _ in PICKER_PORTS],
         admin=(LOOPBACK, ADMIN_PORT),
-        # Without a picker nobody would check the keys.
-        is_open=not any(server.get(name) for name in ("api_keys", "api_keys_file", "client_keys")),
+        is_open=_is_open(config),
     )
     lines = [
         f"# The endpoint pickers of {plan.name}, for Envoy with envoy.yaml, on the workers' host:",
@@ -305,6 +324,11 @@ def render_envoy(plan: EndpointPlan) -> dict[str, str]:
     }
 
 
+def _is_open(config: dict[str, Any]) -> bool:
+    """Whether requests may reach workers without a picker: then nobody checks keys."""
+    return not any(config["server"].get(name) for name in ("api_keys", "api_keys_file", "client_keys"))
+
+
 def _other_reports(plan: EndpointPlan, number: int) -> str:
     """Flags that let a further picker listen on other ports for LMCache's reports, which go to the first."""
     ports = report_ports(plan, local_site(plan)) if number else {}
@@ -317,3 +341,92 @@ def _other_reports(plan: EndpointPlan, number: int) -> str:
     return "".join(
         f" --set lmcache.{options[name]}={LOOPBACK}:{port + number}" for name, port in ports.items()
     )
+
+
+# --- the Gateway API --------------------------------------------------------------------------------------
+
+
+GRPC_PORT: Final = PICKER_PORTS[0][0]
+INFERENCE_API: Final = "inference.networking.k8s.io"
+_ROUTE_API: Final = "gateway.networking.k8s.io"
+_GATEWAY_LABELS: Final = (f"{_ROUTE_API}/gateway-name", "gateway.envoyproxy.io/owning-gateway-name")
+"""Labels with the Gateway's name on the pods of its Envoys: that of the Gateway API, and Envoy Gateway's."""
+
+
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+class GatewayRef(NamedTuple):
+    """A Gateway of the Gateway API, to which the endpoint's HTTPRoute is attached."""
+
+    name: str
+    namespace: str | None = None
+    """None: the endpoint's."""
+
+
+def gateway_ref(text: str) -> GatewayRef:
+    """Read `[NAMESPACE/]NAME`. Raises ValueError."""
+    *namespace, name = text.split("/")
+    if len(namespace) > 1 or not all(_NAME.fullmatch(each) for each in (*namespace, name)):
+        raise ValueError(f"{text!r} is not [NAMESPACE/]NAME")
+    return GatewayRef(name, namespace[0] if namespace else None)
+
+
+def shares_own_redis(plan: EndpointPlan) -> bool:
+    """Whether the pickers share through a rendered Redis: the settings name no other."""
+    sharing = (plan.extension.gateway.settings or {}).get("sharing") or {}
+    return not (sharing.get("url") or sharing.get("url_file"))
+
+
+def pickers_config(plan: EndpointPlan, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of pickers in a cluster, from that of a gateway. The gateway's port is theirs for
+    HTTP."""
+    epp, pods = config.get("epp", {}), config["fleet"]["kubernetes"]
+    own: dict[str, Any] = {
+        "server": {"port": GRPC_PORT},
+        "epp": {"http_port": epp.get("http_port", config["server"]["port"])},
+    }
+    if shares_own_redis(plan):
+        own["sharing"] = {
+            "url": f"redis://{plan.name}-{SHARING}:{SHARING_PORT}",
+            "password_file": f"{SECRETS}/{SHARING_PASSWORD}",
+            "key_file": f"{SECRETS}/{SHARING_KEY}",
+            "fleet": plan.name,
+        }
+    found = {key: value for key, value in pods.items() if key not in ("selector", "port")}
+    fleet = config["fleet"] | {"kubernetes": found | {"pool": plan.name}}
+    return merged(config, own) | {"fleet": fleet}
+
+
+def route_manifests(plan: EndpointPlan, config: dict[str, Any], door: GatewayRef) -> list[Manifest]:
+    """The InferencePool of the workers, and the HTTPRoute that leads to it."""
+    picker = {
+        "name": f"{plan.name}-gateway",
+        "port": {"number": config["server"]["port"]},
+        "failureMode": "FailOpen" if _is_open(config) else "FailClose",
+    }
+    pool = {
+        "selector": {"matchLabels": selector(plan, WORKER)},
+        "targetPorts": [{"number": plan.port}],
+        "endpointPickerRef": picker,
+    }
+    parent = {"name": door.name} | ({} if door.namespace is None else {"namespace": door.namespace})
+    rule = {
+        "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
+        # A stream lasts as long as its answer.
+        "timeouts": {"request": "0s"},
+        "backendRefs": [{"group": INFERENCE_API, "kind": "InferencePool", "name": plan.name}],
+    }
+    route = {"parentRefs": [parent], "rules": [rule]}
+    return [
+        manifest(f"{INFERENCE_API}/v1", "InferencePool", plan, plan.name, GATEWAY, spec=pool),
+        manifest(f"{_ROUTE_API}/v1", "HTTPRoute", plan, plan.name, GATEWAY, spec=route),
+    ]
+
+
+def data_plane(door: GatewayRef) -> list[Manifest]:
+    """The NetworkPolicy peers that relay requests to the workers: the Gateway's Envoys, in any namespace."""
+    return [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {label: door.name}}}
+        for label in _GATEWAY_LABELS
+    ]

@@ -1,6 +1,6 @@
 """Renders Kubernetes manifests: one file for each part of the endpoint.
 
-Here are the gateway's objects, and those for network policies, autoscaling and monitoring.
+Here are the gateway's objects, or those of the endpoint pickers, and those for autoscaling and monitoring.
 """
 
 from __future__ import annotations
@@ -17,10 +17,21 @@ from kvroute.deploy.render.config import (
     config_text,
     gateway_config,
 )
+from kvroute.deploy.render.envoy import (
+    INFERENCE_API,
+    GatewayRef,
+    data_plane,
+    pickers_config,
+    route_manifests,
+    shares_own_redis,
+)
 from kvroute.deploy.render.manifest import (
     GATEWAY,
     LMCACHE,
     LOCKED_DOWN,
+    SHARING,
+    SHARING_KEY,
+    SHARING_PASSWORD,
     WORKER,
     Manifest,
     as_yaml,
@@ -30,106 +41,22 @@ from kvroute.deploy.render.manifest import (
     http_get,
     manifest,
     matching,
+    network_manifests,
     pod_template,
+    run_as,
     selector,
     service_port,
+    sharing_manifests,
     tier_manifests,
 )
 from kvroute.deploy.render.manifest_workers import worker_manifests, workload_name
 from kvroute.deploy.render.monitoring import ALL, alert_rules, dashboard_json
 from kvroute.deploy.render.plan import EndpointPlan, gateway_stop_s
-from kvroute.deploy.render.reach import (
-    L2_PASSWORD_OPTION,
-    event_ports,
-    followed_tiers,
-    l2_password,
-    queries_l2,
-    report_ports,
-)
-from kvroute.deploy.render.site import (
-    CLASSIC_WORKER_PORT,
-    LMCACHE_HTTP_PORT,
-    LMCACHE_PORT,
-    DeploymentSite,
-    kubernetes_site,
-)
+from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password, report_ports
+from kvroute.deploy.render.site import DeploymentSite, kubernetes_site
 from kvroute.deploy.spec.worker import AutoScaling, CloudWatchTrigger, PrometheusTrigger
 
 CPU_USE_PERCENT = 70
-PROMETHEUS = {
-    "namespaceSelector": {},
-    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-}
-"""The pods of Prometheus, as its charts and its operator label them."""
-
-
-# --- network ----------------------------------------------------------------------------------------------
-
-
-def network_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """NetworkPolicies: clients may connect only to the gateway, and each part only to the parts it needs."""
-    gateway = {"podSelector": matching(plan, GATEWAY)}
-    workers = {"podSelector": matching(plan, WORKER)}
-    servers = {"podSelector": matching(plan, LMCACHE)}
-    cache, own_scrapers = plan.cache, plan.extension.kubernetes.metrics_from
-    scrapers = [PROMETHEUS] if own_scrapers is None else own_scrapers
-    is_scraped = plan.metrics.enabled and bool(scrapers)
-    worker_rules = [_allow([gateway], plan.port)]
-    if plan.has_events:
-        worker_rules.append(_allow([gateway], *event_ports(plan).values()))
-        if cache is not None and cache.classic:
-            worker_rules.append(
-                _allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
-            )
-    if is_scraped:
-        worker_rules.append(_allow(scrapers, plan.port))
-        if has_sidecar(plan):
-            worker_rules.append(_allow(scrapers, LMCACHE_HTTP_PORT))
-    if has_sidecar(plan):
-        worker_rules.append(_allow([gateway], LMCACHE_HTTP_PORT))
-    if plan.groups:
-        # NIXL's side channel has a fixed port, the transfers themselves have none.
-        worker_rules.append({"from": [workers]})
-    yield _policy(plan, WORKER, worker_rules)
-
-    gateway_rules = [_allow([], plan.extension.gateway.port)]
-    reports = report_ports(plan, site)
-    if reports:
-        # LMCache runs in the workers' pods or in its own pods.
-        reporters = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
-        gateway_rules.append(_allow([reporters], *reports.values()))
-    yield _policy(plan, GATEWAY, gateway_rules)
-
-    if cache is not None and cache.has_servers and not cache.per_worker:
-        rules = [_allow([workers], LMCACHE_PORT), _allow([gateway], LMCACHE_HTTP_PORT)]
-        if is_scraped:
-            rules.append(_allow(scrapers, LMCACHE_HTTP_PORT))
-        yield _policy(plan, LMCACHE, rules)
-    for service in site.tier.services if site.tier else ():
-        # Storage daemons fetch entries from each other.
-        peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
-        if queries_l2(plan, site) or (service.lists_changes and followed_tiers(plan, site)):
-            peers.append(gateway)
-        if is_scraped and service.metrics_path is not None:
-            peers += scrapers
-        yield _policy(plan, service.name, [_allow(peers, service.port)])
-
-
-def _policy(plan: EndpointPlan, component: str, ingress: list[dict[str, Any]]) -> Manifest:
-    return manifest(
-        "networking.k8s.io/v1",
-        "NetworkPolicy",
-        plan,
-        f"{plan.name}-{component}",
-        component,
-        spec={"podSelector": matching(plan, component), "policyTypes": ["Ingress"], "ingress": ingress},
-    )
-
-
-def _allow(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
-    """A rule that allows `peers` to connect to `ports`. Without peers it allows every address."""
-    rule: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
-    return {"from": peers, **rule} if peers else rule
 
 
 # --- scaling ----------------------------------------------------------------------------------------------
@@ -335,12 +262,20 @@ USER = 10001
 """The user id in the gateway's image."""
 
 
-def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manifest]:
-    """The gateway's Deployment, Services, configuration and access rights."""
+def deployed_config(plan: EndpointPlan, site: DeploymentSite, *, is_picker: bool) -> dict[str, Any]:
+    """The configuration of the gateway, or of the endpoint pickers."""
     name = f"{plan.name}-gateway"
     service = f"{name}.{plan.namespace}"
     names = [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
     config = gateway_config(plan, site, secrets=True, names=names)
+    return pickers_config(plan, config) if is_picker else config
+
+
+def gateway_manifests(
+    plan: EndpointPlan, site: DeploymentSite, config: dict[str, Any], *, is_picker: bool
+) -> Iterator[Manifest]:
+    """The Deployment, Services, configuration and access rights of the gateway, or of the pickers."""
+    name = f"{plan.name}-gateway"
     yield manifest("v1", "ServiceAccount", plan, name, GATEWAY, automountServiceAccountToken=True)
     yield manifest(
         "rbac.authorization.k8s.io/v1",
@@ -356,6 +291,17 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
                 "resources": ["endpointslices"],
                 "verbs": ["get", "list", "watch"],
             },
+            *(
+                [
+                    {
+                        "apiGroups": [INFERENCE_API],
+                        "resources": ["inferencepools"],
+                        "verbs": ["get", "list", "watch"],
+                    }
+                ]
+                if is_picker
+                else []
+            ),
             *(
                 # For the annotation pod-deletion-cost.
                 [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
@@ -374,15 +320,13 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
         subjects=[{"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}],
     )
     yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(config)})
-    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=_deployment(plan, site, name, config))
-    yield manifest(
-        "v1",
-        "Service",
-        plan,
-        name,
-        GATEWAY,
-        spec={"selector": selector(plan, GATEWAY), "ports": [service_port("http", _port(config))]},
-    )
+    spec = _deployment(plan, site, name, config, is_picker=is_picker)
+    yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=spec)
+    ports = [service_port(port, number) for port, number in _ports(config, is_picker=is_picker).items()]
+    if is_picker and not _is_encrypted(config):
+        ports[0]["appProtocol"] = "kubernetes.io/h2c"
+    service = {"selector": selector(plan, GATEWAY), "ports": ports}
+    yield manifest("v1", "Service", plan, name, GATEWAY, spec=service)
     reports = report_ports(plan, site)
     if reports:
         yield manifest(
@@ -405,15 +349,28 @@ def gateway_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Mani
 
 def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
     """The Secret with the admin key; None if the user names a Secret or the gateway's settings have a key."""
-    # `key` is a new random key; `with_earlier_key` replaces it when a rendered file exists.
+    # `key` is a new random key; `with_earlier_keys` replaces it when a rendered file exists.
     secret = admin_key_secret(plan)
     if secret is None or secret is plan.extension.gateway.admin_key_secret:
         return None
     return manifest("v1", "Secret", plan, secret.name, GATEWAY, type="Opaque", stringData={secret.key: key})
 
 
-def _port(config: dict[str, Any]) -> int:
-    return int(config["server"]["port"])
+def sharing_secret(plan: EndpointPlan) -> Manifest:
+    """The Secret with the keys of pickers that share through the rendered Redis. New keys each time."""
+    keys = {name: secrets.token_urlsafe(32) for name in (SHARING_KEY, SHARING_PASSWORD)}
+    name = f"{plan.name}-{SHARING}"
+    return manifest("v1", "Secret", plan, name, SHARING, type="Opaque", stringData=keys)
+
+
+def _ports(config: dict[str, Any], *, is_picker: bool) -> dict[str, int]:
+    """Name -> port of the gateway for everybody."""
+    port = int(config["server"]["port"])
+    return {"grpc": port, "http": int(config["epp"]["http_port"])} if is_picker else {"http": port}
+
+
+def _is_encrypted(config: dict[str, Any]) -> bool:
+    return bool((config["server"].get("tls") or {}).get("cert_file"))
 
 
 def _probe(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -422,13 +379,13 @@ def _probe(config: dict[str, Any], path: str) -> dict[str, Any]:
     if tls.get("client_ca_file"):
         return {"tcpSocket": {"port": "http"}}  # kubelet has no client certificate
     probe = http_get(path, "http")
-    if tls.get("cert_file"):
+    if _is_encrypted(config):
         probe["httpGet"]["scheme"] = "HTTPS"  # kubelet does not verify the certificate
     return probe
 
 
 def _deployment(
-    plan: EndpointPlan, site: DeploymentSite, name: str, config: dict[str, Any]
+    plan: EndpointPlan, site: DeploymentSite, name: str, config: dict[str, Any], *, is_picker: bool
 ) -> dict[str, Any]:
     gateway = plan.extension.gateway
     mounts = [{"name": "config", "mountPath": "/etc/kvroute", "readOnly": True}]
@@ -438,7 +395,7 @@ def _deployment(
         {"name": "tmp", "emptyDir": {}},
     ]
     l2_secret = plan.l2_password if l2_password(plan, site) else None
-    secrets = [
+    secret_files: list[dict[str, Any]] = [
         {"secret": {"name": secret.name, "items": [{"key": secret.key, "path": path}]}}
         for secret, path in (
             (gateway.api_keys_secret, "api-keys"),
@@ -447,15 +404,18 @@ def _deployment(
         )
         if secret is not None
     ]
-    if secrets:
-        volumes.append({"name": "keys", "projected": {"sources": secrets}})
+    if is_picker and shares_own_redis(plan):
+        items = [{"key": key, "path": key} for key in (SHARING_KEY, SHARING_PASSWORD)]
+        secret_files.append({"secret": {"name": f"{plan.name}-{SHARING}", "items": items}})
+    if secret_files:
+        volumes.append({"name": "keys", "projected": {"sources": secret_files}})
         mounts.append({"name": "keys", "mountPath": SECRETS, "readOnly": True})
-    ports = [("http", _port(config)), *report_ports(plan, site).items()]
+    ports = _ports(config, is_picker=is_picker) | report_ports(plan, site)
     container = {
         "name": "kvroute",
         "image": plan.extension.images.gateway,
-        "args": ["serve", "-c", "/etc/kvroute/kvroute.yaml"],
-        "ports": [{"name": port, "containerPort": number} for port, number in ports],
+        "args": ["epp" if is_picker else "serve", "-c", "/etc/kvroute/kvroute.yaml"],
+        "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
         # /health, not /ready: a gateway without a routable worker must not be restarted.
         "startupProbe": _probe(config, "/health") | {"periodSeconds": 1, "failureThreshold": 60},
         "livenessProbe": _probe(config, "/health") | {"periodSeconds": 10, "timeoutSeconds": 3},
@@ -477,19 +437,13 @@ def _deployment(
         "enableServiceLinks": False,
         # Covers server.shutdown_delay_s, server.drain_timeout_s and closing the remaining connections.
         "terminationGracePeriodSeconds": gateway_stop_s(config["server"]),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": run_as(USER),
         "containers": [container],
         "volumes": volumes,
     }
     return {
         # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
-        **({} if is_autoscaled else {"replicas": gateway.replicas}),
+        **({} if is_autoscaled else {"replicas": max(gateway.replicas, 2 if is_picker else 1)}),
         # A gateway ends when its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
@@ -498,37 +452,48 @@ def _deployment(
 
 
 SECRET_FILE: Final = "gateway-secret.yaml"
-"""The manifest that contains the admin key."""
+"""The manifest that contains the generated keys."""
 
 
-def kubernetes_objects(plan: EndpointPlan) -> dict[str, list[Manifest]]:
-    """All objects except the Secret with the admin key: file name -> objects. No file is empty."""
+def kubernetes_objects(plan: EndpointPlan, door: GatewayRef | None = None) -> dict[str, list[Manifest]]:
+    """All objects except the Secrets with generated keys: file name -> objects. No file is empty.
+
+    With `door`, endpoint pickers take the place of the gateway, and the Gateway relays the requests.
+    """
     scaling = plan.spec.auto_scaling_spec
     largest_count = max(plan.replicas, scaling.max_replica_count if scaling is not None else 0, 1)
-    site = kubernetes_site(plan, largest_count)
+    site, is_picker = kubernetes_site(plan, largest_count), door is not None
+    config = deployed_config(plan, site, is_picker=is_picker)
+    ports = _ports(config, is_picker=is_picker)
+    relay = data_plane(door) if door is not None else []
     files = {
         "workers.yaml": list(worker_manifests(plan, site)),
         "lmcache.yaml": list(cache_manifests(plan, site)),
         "l2.yaml": list(tier_manifests(plan, site)),
-        "gateway.yaml": list(gateway_manifests(plan, site)),
-        "network.yaml": list(network_manifests(plan, site)),
+        "gateway.yaml": list(gateway_manifests(plan, site, config, is_picker=is_picker)),
+        "route.yaml": list(route_manifests(plan, config, door)) if door is not None else [],
+        "sharing.yaml": list(sharing_manifests(plan)) if is_picker and shares_own_redis(plan) else [],
+        "network.yaml": list(network_manifests(plan, site, list(ports.values()), relay)),
         "scaling.yaml": list(scaling_manifests(plan)),
         "monitoring.yaml": list(monitoring_manifests(plan)),
     }
     return {name: objects for name, objects in files.items() if objects}
 
 
-def render_kubernetes(plan: EndpointPlan) -> dict[str, str]:
-    """The manifests: file name -> text. SECRET_FILE has a new admin key each time; see `with_earlier_key`."""
+def render_kubernetes(plan: EndpointPlan, door: GatewayRef | None = None) -> dict[str, str]:
+    """The manifests: file name -> text. SECRET_FILE has new keys each time; see `with_earlier_keys`."""
     head = f"# {plan.name}, generated by `kvroute render --to kubernetes`: change the spec, not this file.\n"
-    files = {name: head + as_yaml(objects) for name, objects in kubernetes_objects(plan).items()}
-    secret = admin_secret(plan, secrets.token_urlsafe(32))
-    if secret is not None:
-        files[SECRET_FILE] = head + _SECRET_NOTE + as_yaml([secret])
+    files = {name: head + as_yaml(objects) for name, objects in kubernetes_objects(plan, door).items()}
+    own = [admin_secret(plan, secrets.token_urlsafe(32))]
+    if door is not None and shares_own_redis(plan):
+        own.append(sharing_secret(plan))
+    made = [secret for secret in own if secret is not None]
+    if made:
+        files[SECRET_FILE] = head + _SECRET_NOTE + as_yaml(made)
     return files
 
 
 _SECRET_NOTE: Final = (
-    "# The admin key is random; a later `render -o` into this folder keeps it. Keep this file out of\n"
-    "# version control, or name your own Secret in x-kvroute.gateway.adminKeySecret.\n"
+    "# The keys are random; a later `render -o` into this folder keeps them. Keep this file out of version\n"
+    "# control, or name your own Secret for the admin key in x-kvroute.gateway.adminKeySecret.\n"
 )

@@ -1,6 +1,7 @@
-"""Common parts of an endpoint's Kubernetes objects, and the objects of LMCache servers and second tiers.
+"""Common parts of an endpoint's Kubernetes objects, and the objects of the parts around workers and gateways.
 
-The common parts are metadata, labels, variables and ports.
+The common parts are metadata, labels, variables and ports. The other objects are those of LMCache servers and
+second tiers, the Redis of gateways that share, and NetworkPolicies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import yaml
 from kvroute.deploy.l2.backend import L2Tier, Scope, ServiceSpec
 from kvroute.deploy.render.lmcache import PASSWORD, password_name, server_argv, server_environment
 from kvroute.deploy.render.plan import GPU, Cache, EndpointPlan
-from kvroute.deploy.render.site import LMCACHE_HTTP_PORT, LMCACHE_PORT, DeploymentSite, peers_name
+from kvroute.deploy.render.reach import event_ports, followed_tiers, queries_l2, report_ports
+from kvroute.deploy.render.site import (
+    CLASSIC_WORKER_PORT,
+    LMCACHE_HTTP_PORT,
+    LMCACHE_PORT,
+    DeploymentSite,
+    peers_name,
+)
 from kvroute.deploy.spec.cluster import needs_gpu_label, shares_host_memory, with_overlay
 from kvroute.deploy.spec.endpoint import INSTANCE_TYPE_LABEL
 
@@ -365,18 +373,161 @@ def _tier_workload(plan: EndpointPlan, service: ServiceSpec) -> Manifest:
     return manifest("apps/v1", "Deployment", plan, f"{plan.name}-{service.name}", service.name, spec=spec)
 
 
-def with_earlier_key(text: str, earlier: str) -> str:
-    """The new `text` of SECRET_FILE with the key of the `earlier` text, so that rendering again keeps the
-    key.
+PROMETHEUS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
+"""The pods of Prometheus, as its charts and its operator label them."""
+
+
+def network_manifests(
+    plan: EndpointPlan, site: DeploymentSite, ports: Sequence[int], relay: Sequence[Manifest] = ()
+) -> Iterator[Manifest]:
+    """NetworkPolicies: clients may connect only to the gateway, and each part only to the parts it needs.
+
+    `ports` are the gateway's for everybody. `relay` are the peers that relay requests to workers if the
+    gateway does not.
+    """
+    gateway = {"podSelector": matching(plan, GATEWAY)}
+    workers = {"podSelector": matching(plan, WORKER)}
+    servers = {"podSelector": matching(plan, LMCACHE)}
+    cache, own_scrapers = plan.cache, plan.extension.kubernetes.metrics_from
+    scrapers = [PROMETHEUS] if own_scrapers is None else own_scrapers
+    is_scraped = plan.metrics.enabled and bool(scrapers)
+    worker_rules = [allow([gateway, *relay], plan.port)]
+    if plan.has_events:
+        worker_rules.append(allow([gateway], *event_ports(plan).values()))
+        if cache is not None and cache.classic:
+            worker_rules.append(
+                allow([gateway], *range(CLASSIC_WORKER_PORT, CLASSIC_WORKER_PORT + max(1, plan.gpus)))
+            )
+    if is_scraped:
+        worker_rules.append(allow(scrapers, plan.port))
+        if has_sidecar(plan):
+            worker_rules.append(allow(scrapers, LMCACHE_HTTP_PORT))
+    if has_sidecar(plan):
+        worker_rules.append(allow([gateway], LMCACHE_HTTP_PORT))
+    if plan.groups:
+        # NIXL's side channel has a fixed port, the transfers themselves have none.
+        worker_rules.append({"from": [workers]})
+    yield network_policy(plan, WORKER, worker_rules)
+
+    gateway_rules = [allow([], *ports)]
+    reports = report_ports(plan, site)
+    if reports:
+        # LMCache runs in the workers' pods or in its own pods.
+        reporters = servers if cache is not None and cache.has_servers and not cache.per_worker else workers
+        gateway_rules.append(allow([reporters], *reports.values()))
+    yield network_policy(plan, GATEWAY, gateway_rules)
+
+    if cache is not None and cache.has_servers and not cache.per_worker:
+        rules = [allow([workers], LMCACHE_PORT), allow([gateway], LMCACHE_HTTP_PORT)]
+        if is_scraped:
+            rules.append(allow(scrapers, LMCACHE_HTTP_PORT))
+        yield network_policy(plan, LMCACHE, rules)
+    for service in site.tier.services if site.tier else ():
+        # Storage daemons fetch entries from each other.
+        peers = [workers, servers, {"podSelector": matching(plan, service.name)}]
+        if queries_l2(plan, site) or (service.lists_changes and followed_tiers(plan, site)):
+            peers.append(gateway)
+        if is_scraped and service.metrics_path is not None:
+            peers += scrapers
+        yield network_policy(plan, service.name, [allow(peers, service.port)])
+
+
+def network_policy(plan: EndpointPlan, component: str, ingress: list[dict[str, Any]]) -> Manifest:
+    """The only connections that the pods of a component accept."""
+    return manifest(
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        plan,
+        f"{plan.name}-{component}",
+        component,
+        spec={"podSelector": matching(plan, component), "policyTypes": ["Ingress"], "ingress": ingress},
+    )
+
+
+def allow(peers: list[Manifest], *ports: int) -> dict[str, Any]:
+    """A rule that allows `peers` to connect to `ports`. Without peers it allows every address."""
+    rule: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+    return {"from": peers, **rule} if peers else rule
+
+
+SHARING = "sharing"
+"""The component of the Redis through which pickers share what they know."""
+SHARING_KEY, SHARING_PASSWORD = "sharing-key", "redis-password"
+SHARING_PORT = 6379
+_REDIS_USER = 999
+"""The user id in Redis' image."""
+
+
+def sharing_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
+    """A Redis for gateways that share what they know: they publish and subscribe, and store nothing."""
+    name = f"{plan.name}-{SHARING}"
+    password = {"secretKeyRef": {"name": name, "key": SHARING_PASSWORD}}
+    container = {
+        "name": "redis",
+        "image": plan.extension.images.redis,
+        "args": [
+            *("redis-server", "--save", "", "--appendonly", "no"),
+            *("--requirepass", "$(REDIS_PASSWORD)"),
+        ],
+        "env": [{"name": "REDIS_PASSWORD", "valueFrom": password}],
+        "ports": [{"name": "redis", "containerPort": SHARING_PORT}],
+        "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 2},
+        "livenessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 10},
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": LOCKED_DOWN,
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    }
+    pod = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "securityContext": run_as(_REDIS_USER),
+        "containers": [container],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+    }
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": matching(plan, SHARING),
+        "template": pod_template(plan, SHARING, pod, on_worker_nodes=False),
+    }
+    yield manifest("apps/v1", "Deployment", plan, name, SHARING, spec=spec)
+    service = {"selector": selector(plan, SHARING), "ports": [service_port("redis", SHARING_PORT)]}
+    yield manifest("v1", "Service", plan, name, SHARING, spec=service)
+    yield network_policy(plan, SHARING, [allow([{"podSelector": matching(plan, GATEWAY)}], SHARING_PORT)])
+
+
+def run_as(user: int) -> dict[str, Any]:
+    """The security context of a pod that runs as this user."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def with_earlier_keys(text: str, earlier: str) -> str:
+    """The new `text` of SECRET_FILE with the keys of the `earlier` text, so that rendering again keeps them.
 
     Raises ValueError if `earlier` is not the text of such a file.
     """
     comments = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
     try:
-        earlier_data = yaml.safe_load(earlier)["stringData"]
-    except (yaml.YAMLError, KeyError, TypeError) as exc:
-        raise ValueError("it is not a Secret with stringData") from exc
-    return comments + as_yaml([yaml.safe_load(text) | {"stringData": earlier_data}])
+        known = {each["metadata"]["name"]: each["stringData"] for each in yaml.safe_load_all(earlier)}
+    except (yaml.YAMLError, KeyError, TypeError):
+        known = {}
+    if not known:
+        raise ValueError("it is not a Secret with stringData")
+    return comments + as_yaml(
+        [
+            each | {"stringData": each["stringData"] | known.get(each["metadata"]["name"], {})}
+            for each in yaml.safe_load_all(text)
+        ]
+    )
 
 
 def as_yaml(objects: list[Manifest]) -> str:

@@ -147,17 +147,25 @@ DEFAULT_REASONS: Final = {
     CONFIG: "this target contains only the gateway's configuration",
     ENVOY: "this target contains only Envoy's configuration and that of the endpoint pickers",
 }
+_GATEWAYS: Final[Path] = ("x-kvroute", "gateway", "replicas")
 _TIERD_TEXT = "`kvroute tierd`, with the same protocol as the storage daemon that only HyperPod's nodes have"
 
 
-def findings_for(target: str, written: Document, findings: Iterable[Finding]) -> Iterator[Finding]:
+def findings_for(
+    target: str, written: Document, findings: Iterable[Finding], *, shares: bool = False
+) -> Iterator[Finding]:
     """Yield `findings` for `target`: applied fields that have no effect there become noted ones.
 
-    For Kubernetes, also what the operator must know about the cluster.
+    For Kubernetes, also what the operator must know about the cluster. With `shares` several gateways share
+    what they know.
     """
     document = resolved(written)
     notes = cluster_notes(document) if target == KUBERNETES else {}
     for finding in findings:
+        is_shared = shares and finding.path == _GATEWAYS and not _is_autoscaled(document, dotted(_GATEWAYS))
+        if is_shared and finding.verdict is not FieldVerdict.WRONG:
+            yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text="the pickers, two at least")
+            continue
         if finding.verdict is not FieldVerdict.WRONG and finding.path in notes:
             text = notes.pop(finding.path)
             yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=text)

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config
-from kvroute.deploy.render.envoy import render_envoy
+from kvroute.deploy.render.envoy import GatewayRef, render_envoy
 from kvroute.deploy.render.kubernetes import render_kubernetes
 from kvroute.deploy.render.lmcache import render_lmcache
 from kvroute.deploy.render.plan import EndpointPlan
@@ -31,3 +31,8 @@ TARGETS: Final[dict[str, RenderTarget]] = {
     "config": RenderTarget(render_config, True),
     "envoy": RenderTarget(render_envoy, False),
 }
+
+
+def rendered(target: str, plan: EndpointPlan, door: GatewayRef | None) -> dict[str, str]:
+    """The files of a target. `door`, which only kubernetes can have, puts a Gateway before the workers."""
+    return TARGETS[target].render(plan) if door is None else render_kubernetes(plan, door)
