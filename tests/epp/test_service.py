@@ -12,6 +12,7 @@ import pytest
 from tests.epp.conftest import SERVED, Door, RunDoor, one_filter, port_of
 from tests.support.waiting import until
 
+from kvroute.index.prefix_index import MapTrust
 from kvroute.sim.options import SimOptions
 
 CHAT = "/v1/chat/completions"
@@ -142,6 +143,60 @@ async def test_the_second_address_serves_when_the_first_worker_is_dead(run_door:
         assert again.status_code == 200
 
 
+def with_route_timeout(config: dict[str, Any]) -> dict[str, Any]:
+    """Envoy gives up a request after 0.2 s."""
+    route_of(config)["route"]["timeout"] = "0.2s"
+    return config
+
+
+def without_workers(config: dict[str, Any]) -> dict[str, Any]:
+    """Envoy knows no worker."""
+    config["static_resources"]["clusters"][0]["load_assignment"]["endpoints"] = []
+    return config
+
+
+def route_of(config: dict[str, Any]) -> dict[str, Any]:
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    found: dict[str, Any] = manager["route_config"]["virtual_hosts"][0]["routes"][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("break_off", "status", "error"),
+    [
+        (with_route_timeout, 504, "response_timeout"),
+        (without_workers, 503, "no_healthy_upstream"),
+    ],
+)
+async def test_answers_of_envoy_itself_are_no_failures_of_workers(
+    run_door: RunDoor, change: Change, break_off: Change, status, error
+):
+    """They must not eject workers that do nothing wrong."""
+    options = SimOptions(token_s=0.01, kv_events=False)
+    async with run_door(2, options, change=lambda config: break_off(change(config))) as door:
+        answers = [await door.client.post(CHAT, json=chat("a" * 4000, max_tokens=1)) for _ in range(6)]
+
+        assert [answer.status_code for answer in answers] == [status] * 6
+        await door.until_idle()
+        decisions = door.picker.runtime.plane.journal.decisions(6)
+        assert {decision["error"] for decision in decisions} == {error}
+        assert door.picker.metric("kvroute_epp_not_served_total") == 0
+        assert all(worker.is_routable for worker in door.picker.runtime.fleet.workers())
+
+
+async def test_workers_that_refuse_connections_have_failed(run_door: RunDoor, change: Change):
+    async with run_door(2, change=change, fleet={"health": {"interval_s": 600}}) as door:
+        for sim in door.sims:
+            await sim.kill()
+
+        answer = await door.client.post(CHAT, json=chat("hello"))
+
+        assert answer.status_code == 503
+        await door.until_idle()
+        for worker in ("w0", "w1"):
+            assert door.picker.metric("kvroute_epp_not_served_total", worker=worker) == 1
+
+
 async def test_one_address_is_sent_without_fallbacks(run_door: RunDoor):
     async with run_door(2, epp={"fallbacks": 0}, change=one_filter) as door:
         answer = await door.client.post(CHAT, json=chat("hello"))
@@ -259,3 +314,27 @@ async def test_another_body_mode_is_refused_with_the_reason(run_door: RunDoor, c
         assert answer.status_code == 400
         assert "FULL_DUPLEX_STREAMED" in answer.json()["error"]["message"]
         assert [record for record in caplog.records if "FULL_DUPLEX_STREAMED" in record.message]
+
+
+async def test_events_of_the_worker_show_the_first_token(run_door: RunDoor, change: Change):
+    """Envoy shows the head of a stream before the prefill, which by the costs here would take no time."""
+    routing = {"strategy": "kvaware", "costs": {"token_us": 0.001, "iteration_ms": 0, "context_token_ns": 0}}
+    options = SimOptions(token_s=5e-4)
+    sections = {"routing": routing, "tokens": {"timeout_ms": 10_000}}
+    async with run_door(1, options, change=change, **sections) as door:
+        (worker,), caches = door.picker.runtime.fleet.workers(), door.picker.runtime.router.caches
+        await until(lambda: [place.trust for place in caches.places(worker)] == [MapTrust.WHOLE])
+        body = chat("word " * 2000, stream=True, max_tokens=1000, ignore_eos=True)
+        async with door.client.stream("POST", CHAT, json=body) as answer:
+            await until(lambda: door.loads()[0][0] == 1)
+            computed_at_once = door.loads()[0][2] == 0
+            chunks = answer.aiter_bytes()
+            await anext(chunks)
+            await until(lambda: door.loads()[0][2] == 0)
+            assert door.loads()[0][0] == 1  # the answer goes on
+        await door.until_idle()
+
+        assert not computed_at_once
+        (decision,) = door.picker.runtime.plane.journal.decisions(1)
+        assert decision["reason"].startswith("kv_") or decision["reason"] == "only_worker"
+        assert decision["time_to_first_byte_s"] > 0.5

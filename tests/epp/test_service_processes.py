@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.blackbox.conftest import Process, spawn
 from tests.epp.conftest import SERVED, START_S, Envoy, one_filter, port_of, run_envoy
+from tests.support.redis import redis_server
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
@@ -87,9 +88,10 @@ def run_pickers(tmp_path: Path) -> RunPickers:
             processes = [
                 await spawn(
                     stack, "epp", "--port", str(grpc), "--http-port", str(http), *listed, *settings,
+                    "--set", f"sharing.member=picker-{number}",
                     env={"XDG_STATE_HOME": str(tmp_path / "state")},
                 )
-                for grpc, http in ports
+                for number, (grpc, http) in enumerate(ports)
             ]  # fmt: skip
             for process in processes:
                 await process.logged("the endpoint picker listens on")
@@ -148,6 +150,60 @@ async def test_conversations_stay_on_their_workers_and_the_load_is_even(run_pick
     assert same / follow_ups >= 0.98, (same, follow_ups)
     assert max(placed.values()) / (sum(placed.values()) / 4) <= 1.3, placed
     assert (pieces, picked) == (0, 120)
+
+
+def in_turn(config: dict[str, Any]) -> dict[str, Any]:
+    """One filter, and all pickers with one priority, as an Envoy of the Gateway API has them."""
+    first, *others = config["static_resources"]["clusters"][1]["load_assignment"]["endpoints"]
+    for other in others:
+        first["lb_endpoints"] += other["lb_endpoints"]
+    config["static_resources"]["clusters"][1]["load_assignment"]["endpoints"] = [first]
+    return one_filter(config)
+
+
+async def test_pickers_that_share_route_as_one(run_pickers: RunPickers):
+    """Envoy deals the turns of conversations between them."""
+    options = SimOptions(time_scale=0.02, kv_events=False)
+    stayed, placed = list[bool](), Counter[str]()
+    async with redis_server() as server:
+        settings = ("--share", server.url)
+        async with run_pickers(2, 3, options, change=in_turn, settings=settings) as pickers:
+
+            async def both_know_each_other() -> bool:
+                name = "kvroute_sharing_members"
+                alive = [await pickers.metric(name, each, state="alive") for each in (0, 1)]
+                return alive == [1, 1]
+
+            await until(both_know_each_other, within_s=START_S)
+
+            async def converse(number: int) -> None:
+                rng, messages, last = random.Random(number), list[dict[str, str]](), ""
+                # Not all at one moment: after a burst it costs less to compute a short prompt elsewhere.
+                await asyncio.sleep(number / 12)
+                for _ in range(8):
+                    text = " ".join(f"{rng.getrandbits(40):x}" for _ in range(200))
+                    messages.append({"role": "user", "content": text})
+                    body = {"model": "sim-model", "messages": messages, "max_tokens": 4}
+                    answer = await pickers.envoy.client.post(CHAT, json=body)
+                    assert answer.status_code == 200, answer.text
+                    worker = answer.headers[SERVED]
+                    placed[worker] += 1
+                    if last:
+                        stayed.append(worker == last)
+                    last = worker
+                    messages.append(answer.json()["choices"][0]["message"])
+                    await asyncio.sleep(0.1 + rng.random() * 0.2)  # a person reads the answer first
+
+            await asyncio.gather(*map(converse, range(24)))
+            for each in (0, 1):
+                await pickers.until_idle(each)
+            served = [await pickers.metric("kvroute_requests_total", each, status="200") for each in (0, 1)]
+
+    print(f"same worker {sum(stayed)} of {len(stayed)}, per worker {placed}, per picker {served}")
+    assert sum(served) == 192
+    assert min(served) > 192 / 4
+    assert sum(stayed) / len(stayed) >= 0.98
+    assert max(placed.values()) / (sum(placed.values()) / 3) <= 1.3, placed
 
 
 async def test_every_answer_is_accounted_with_its_status(run_pickers: RunPickers):

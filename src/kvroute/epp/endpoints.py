@@ -50,6 +50,15 @@ class EppOptions(Options):
         lower="a changed address is used sooner",
         gt=0,
     )
+    first_token_interval_s: float = option(
+        0.02,
+        "With `kvaware`: how often the cache map is read for prompts that are being computed. The picker "
+        "sees no first token; a prompt whose last block the worker has published has one.",
+        unit="s",
+        higher="less CPU",
+        lower="the queue of a worker, and learned costs, are more exact",
+        gt=0,
+    )
     attach_timeout_s: float = option(
         5.0,
         "With two filters: how long a picked request waits for the stream of the second filter, which shows "

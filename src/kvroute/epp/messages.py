@@ -23,6 +23,19 @@ _FILTER = "envoy.filters.http.ext_proc"
 _LB, _SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
 _SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _VIA_UPSTREAM = "via_upstream"
+_RESET = "upstream_reset_before_response_started"
+_RESETS_BY_WORKER = frozenset(
+    {
+        "connection_termination",
+        "connection_timeout",
+        "http/1_premature_upstream_half_close",
+        "protocol_error",
+        "remote_connection_failure",
+        "remote_refused_stream_reset",
+        "remote_reset",
+    }
+)
+"""Reasons of a reset (Envoy 1.40, `resetReasonToString`). The others lie in Envoy, such as `overflow`."""
 _LONGEST_DETAIL = 64
 
 
@@ -143,21 +156,33 @@ class AnswerHead(NamedTuple):
     served: str
     """The address that has served the request; "" if Envoy does not say it."""
     is_event_stream: bool
-    trouble: str
+    trouble: str = ""
     """Envoy's reason for an answer of its own; "" for an answer of a worker."""
+    is_workers_fault: bool = False
+    """Whether Envoy answers because the worker that it tried last cannot be reached or broke off."""
+    attempts: int | None = None
+    """Number of workers that Envoy has tried; None if Envoy does not say it."""
 
 
 def read_answer(message: Any) -> AnswerHead:
-    """Read `response_headers`. The attributes `upstream.address` and `response.code_details` are optional."""
+    """Read `response_headers`.
+
+    The attributes `upstream.address`, `upstream.request_attempt_count` and `response.code_details` are
+    optional.
+    """
     head = read_head(message.response_headers)
     attributes, metadata = _attributes_of(message), _metadata_of(message, _LB) or {}
     served = metadata.get(_SERVED_KEY) or attributes.get("upstream.address") or ""
     details = str(attributes.get("response.code_details") or _VIA_UPSTREAM)
+    trouble, _, why = ("" if details == _VIA_UPSTREAM else details).partition("{")
+    attempts = str(attributes.get("upstream.request_attempt_count", "")).removesuffix(".0")
     return AnswerHead(
         head.status,
         str(served),
         header(head.headers, b"content-type").startswith(b"text/event-stream"),
-        "" if details == _VIA_UPSTREAM else details.partition("{")[0][:_LONGEST_DETAIL],
+        trouble[:_LONGEST_DETAIL],
+        trouble == _RESET and why.partition("}")[0].partition("|")[0].lower() in _RESETS_BY_WORKER,
+        int(attempts) if attempts.isdigit() else None,
     )
 
 

@@ -23,9 +23,10 @@ from kvroute.gateway.exchange import CLIENT_LEFT
 from kvroute.gateway.journal import InFlightRequest, Record, trace_id_in
 from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.waiting import QueueEntry
+from kvroute.index.prefix_index import MapTrust
 from kvroute.openai.endpoints import Endpoint
 from kvroute.routing.router import Dispatch
-from kvroute.routing.strategy import Candidate, RouteDecision
+from kvroute.routing.strategy import CacheMap, Candidate, ExactPrompt, RouteDecision, RouteQuery
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,129 @@ class PickAnswer:
             self.outcome.set_result(outcome)
 
 
+class Attempts(NamedTuple):
+    """What became of a request at the addresses that Envoy got."""
+
+    tried: int
+    """Number of workers that Envoy has tried."""
+    failed: int
+    """At this number of addresses, from the first one, the worker failed."""
+    place: int | None
+    """Which address has answered; None if it was Envoy itself, or a worker that Envoy has chosen."""
+
+
+def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> Attempts:
+    """Read from the head of an answer which workers Envoy has tried, and which of them failed.
+
+    Envoy tries the addresses in their order, then workers of its own choice. Each attempt but the last one
+    failed, or there would be no next one. An answer of Envoy itself says something about the last worker only
+    if it is the worker's fault: not if a route's timeout has passed or no worker is healthy for Envoy.
+    """
+    index = addresses.index(head.served) if head.served in addresses else None
+    is_other = head.served != "" and index is None
+    tried = head.attempts if head.attempts is not None else 1 if index is None else index + 1
+    if index is not None and not head.trouble:
+        return Attempts(tried, index, index)
+    failed = max(0, tried if head.is_workers_fault and not is_other else tried - 1)
+    is_listed = not head.trouble and not is_other and failed < len(addresses)
+    return Attempts(tried, min(failed, len(addresses)), failed if is_listed else None)
+
+
+class Expected(NamedTuple):
+    """A prompt that a worker computes, and how the cache map shows that it is done."""
+
+    slot: int
+    prompt: ExactPrompt
+    tokens: int
+    """Tokens in its full blocks."""
+
+
+class FirstTokens:
+    """Finds in the cache map which prompts are computed, because the picker sees no first token.
+
+    A worker publishes the last block of a prompt in the step that makes the first token, and computes prompts
+    in their order. Mutable: `expect` adds dispatches; a timer reads the map while there are any.
+    """
+
+    def __init__(self, caches: CacheMap, interval_s: float, now: Callable[[], float]) -> None:
+        self._caches = caches
+        self._interval_s = interval_s
+        self._now = now
+        self._waiting: dict[int, list[tuple[Expected, PickedDispatch]]] = {}
+        """Slot -> the dispatches without a first token, in their order."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits, so that the map is not read."""
+        return self._timer is None
+
+    def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
+        """What the events of this worker will show; None if they show nothing about this prompt."""
+        held, worker = candidate.held, candidate.worker
+        if held is None or held.slot is None or len(query.exact) != 1:
+            return None
+        place = next((each for each in self._caches.places(worker) if each.slot == held.slot), None)
+        if place is None or place.trust is not MapTrust.WHOLE:
+            return None
+        (prompt,), size = query.exact, worker.block_size
+        tokens = max(0, prompt.tokens - 1 - place.ahead) // size * size
+        # A prompt that the worker holds already, or will hold by an earlier request, has no event of its own.
+        return Expected(held.slot, prompt, tokens) if held.tokens.gpu < tokens else None
+
+    def expect(self, expected: Expected, dispatch: PickedDispatch) -> None:
+        """Report the first token of `dispatch` when the events show it."""
+        self._waiting.setdefault(expected.slot, []).append((expected, dispatch))
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._caches.refresh(True)
+        now = self._now()
+        for slot, waiting in list(self._waiting.items()):
+            waiting = [each for each in waiting if each[1].waits]
+            done = self._computed(waiting)
+            for _, dispatch in waiting[:done]:
+                dispatch.first_token(now)
+            self._waiting[slot] = waiting[done:]
+            if not waiting[done:]:
+                del self._waiting[slot]
+        self._arm()
+
+    def _computed(self, waiting: Sequence[tuple[Expected, PickedDispatch]]) -> int:
+        """How many of a worker's prompts, from the first one, are computed."""
+        done = 0
+        for number, (expected, _) in enumerate(waiting, 1):
+            found = self._caches.match(expected.prompt).get(expected.slot)
+            if found is not None and found.gpu >= expected.tokens:
+                done = number
+            elif number > done + 1:
+                break  # one prompt may have lost its blocks already; those before a computed one are computed
+        return done
+
+
+class PickedDispatch(NamedTuple):
+    """The load of a picked request on one worker."""
+
+    dispatch: Dispatch
+    record: Record
+
+    @property
+    def waits(self) -> bool:
+        """Whether its prompt may still be computed."""
+        return self.dispatch.is_queued and not self.dispatch.is_finished
+
+    def first_token(self, now: float) -> None:
+        """The worker has computed the prompt."""
+        self.dispatch.first_token(now)
+        if self.record.streamed and self.record.first_byte is None:
+            self.record.first_byte = now
+
+
 class PickedRequest:
     """A request that a worker has got from Envoy, until its end.
 
@@ -145,13 +269,14 @@ class PickedRequest:
 
     def __init__(
         self,
-        plane: DataPlane,
+        plane: PickerPlane,
         plan: RequestPlan,
         places: Sequence[Place],
         record: Record,
         client: Downstream,
         on_end: Callable[[PickedRequest], object],
     ) -> None:
+        self._first_tokens = plane.first_tokens
         self._deps = plane.deps.attempts
         self._attribution = plane.deps.attribution
         self._journal = plane.journal
@@ -176,7 +301,13 @@ class PickedRequest:
         record.matched_tokens = candidate.matched_tokens
         record.held = candidate.held
         record.attempts = place + 1
-        self._dispatch = deps.router.dispatch(plan.query, plan.decision, candidate, now)
+        # Where no event will show the first token, the prefill is assumed to take its estimated time, like
+        # that of an answer in one piece, and no cost is learned from it.
+        expected = self._first_tokens.of(plan.query, candidate)
+        query = replace(plan.query, streamed=expected is not None)
+        self._dispatch = deps.router.dispatch(query, plan.decision, candidate, now)
+        if expected is not None:
+            self._first_tokens.expect(expected, PickedDispatch(self._dispatch, record))
         if deps.on_sent is not None:
             deps.on_sent(plan.query, candidate)
 
@@ -194,29 +325,26 @@ class PickedRequest:
         if self.is_over or self.has_answer:
             return []
         deps, record = self._deps, self._record
-        status, served, is_event_stream, trouble = head
+        status, is_event_stream = head.status, head.is_event_stream
         self.has_answer = True
         record.status, record.streamed = status, is_event_stream
         now = deps.now()
-        place = next((at for at, each in enumerate(self._places) if each.address == served), None)
-        failed = self._places[: place or 0]
-        if trouble:
-            record.error, record.attempts = trouble, len(self._places)
-            failed = self._places
+        tried, failed, place = attempts_of(head, [each.address for each in self._places])
+        if head.trouble:
+            record.error, record.attempts = head.trouble, tried
         elif place:
             self._release(now)
             self._send_to(place, now)
-        for each in failed:
+        for each in self._places[:failed]:
             deps.metrics.epp_not_served.labels(each.candidate.worker.id).inc()
             deps.health.report_failure(each.candidate.worker, "not_served")
-        if trouble:
+        if place is None:
             return []
-        candidate = self._places[place or 0].candidate
+        candidate = self._places[place].candidate
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(candidate.worker, status)
-        if (
-            not is_event_stream
-        ):  # the head of a whole answer comes with the body; that of a stream before prefill
+        if not is_event_stream:
+            # The head of a whole answer comes with the body; that of a stream before prefill.
             record.first_byte = now
         lines = self._attribution.lines(candidate, self._plan.decision)
         return [*field_pairs(lines), (b"x-request-id", record.request_id)]
@@ -263,6 +391,9 @@ class PickedRequest:
 class PickerPlane(DataPlane):
     """The data plane of a picker: a plan for a `PickAnswer` becomes a pick, every other plan an exchange."""
 
+    first_tokens: FirstTokens
+    """Set before the first request."""
+
     def start(
         self,
         plan: RequestPlan,
@@ -275,22 +406,19 @@ class PickerPlane(DataPlane):
         if not isinstance(client, PickAnswer):
             return super().start(plan, fields, record, client, entry)
         places = client.places(plan)
-        # The picker sees no first token. Like that of an answer in one piece, the prefill is assumed to take
-        # its estimated time, and no cost is learned from it.
-        query = replace(plan.query, streamed=False)
         decision = plan.decision
         if places[0].candidate is not decision.ranking[0]:
             ranking = [each.candidate for each in places]
             decision = RouteDecision(decision.strategy, decision.reason, ranking)
             record.decision = decision
-        plan = replace(plan, query=query, decision=decision)
+        plan = replace(plan, decision=decision)
         record.is_unseen = True
         if self.deps.attempts.log_traces and not record.trace_id:
             record.trace_id = trace_id_in(fields)
         on_end: Callable[[PickedRequest], object] = self.admission.discard
         if entry is not None and self.queue is not None:
             queue, waited = self.queue, entry
-            assumed = queue.started(waited, plan.model, query.tokens)
+            assumed = queue.started(waited, plan.model, plan.query.tokens)
 
             def on_end(request: PickedRequest) -> None:
                 self.admission.discard(request)

@@ -211,7 +211,7 @@ class Router:
             name: make(getattr(options, name), self._costs, history, views)
             for name, make in STRATEGIES.items()
         }
-        self._views = views
+        self._views, self.caches = views, views.caches
         token_bytes = options.options_of(KvAwareOptions).tiers.token_bytes
         self.pairs = Pairs(options.prefill_decode, token_bytes, self._costs, history)
         """Decides for fleets in which workers have roles."""
