@@ -12,9 +12,11 @@ import httpx
 import pytest
 from tests.support.waiting import until
 
+from kvroute.sim import completions, other_apis
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault
+from kvroute.sim.worker import kept_params
 
 LONG, SHORT = "long " * 400, "hi"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -215,6 +217,56 @@ async def test_without_roles_a_clients_transfer_parameters_pass(run_fleet):
 
         assert answer.status_code == 200
         assert sum("other" in str(received(worker)) for worker in workers) == 1
+
+
+@pytest.fixture
+def telling_workers(monkeypatch):
+    """Each answer of a simulated worker says where its blocks are, as with vLLM's `bidirectional_kv_xfer`."""
+
+    def told(call, worker, generation):
+        return kept_params(call, worker, generation) or {"remote_host": "10.9.9.9", "remote_port": 5}
+
+    for module in (completions, other_apis):
+        monkeypatch.setattr(module, "kept_params", told)
+
+
+@pytest.mark.parametrize("lane", ["fast lane", "ASGI path"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_client_sees_where_a_decode_worker_keeps_its_blocks(run_fleet, telling_workers, path):
+    name = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
+    short = SHORT if name != "messages" else [{"role": "user", "content": SHORT}]
+    async with run_fleet("pd") as (gateway, (_, decode)):
+        moved, own = await ask(gateway, path), await ask(gateway, path, **{name: short})
+        alone = await gateway.client.post(decode.url + path, json=BODIES[path])
+
+        assert "10.9.9.9" in alone.text
+        assert moved.headers["x-kvroute-prefill-worker"] == "w0"
+        assert "x-kvroute-prefill-worker" not in own.headers
+        for answer in (moved, own):
+            assert answer.json()["kv_transfer_params"] == {}
+            assert "remote_" not in answer.text
+            assert texts(answer)
+
+
+async def test_no_client_sees_the_parameters_in_a_stream_or_in_a_stored_response(run_fleet, telling_workers):
+    path = "/v1/responses"
+    async with run_fleet("pd") as (gateway, _):
+        streamed = await ask(gateway, path, stream=True)
+        stored = await ask(gateway, path)
+        again = await gateway.client.get(f"{path}/{stored.json()['id']}")
+
+        assert streamed.text.count("response.completed") >= 1
+        assert again.json()["kv_transfer_params"] == {}
+        for answer in (streamed, stored, again):
+            assert answer.status_code == 200
+            assert "remote_" not in answer.text
+
+
+async def test_without_roles_the_workers_parameters_pass(run_fleet, telling_workers):
+    async with run_fleet("bb") as (gateway, _):
+        answer = await ask(gateway)
+
+        assert answer.json()["kv_transfer_params"]["remote_host"] == "10.9.9.9"
 
 
 # The prefill worker fails

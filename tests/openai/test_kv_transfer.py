@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.kv_transfer import (
     CONNECTORS,
     NixlPull,
+    ParamsMask,
     SharedCache,
     can_hand_over,
     check_params,
@@ -193,3 +197,49 @@ def test_only_requests_whose_cache_can_move_are_handed_over(path, body, can) -> 
 
 def test_a_body_that_was_not_read_is_not_handed_over() -> None:
     assert not can_hand_over(request_of(b'{"prompt":"x","temperature":NaN}', COMPLETIONS))
+
+
+SECRET = b'{"remote_host":"10.0.0.1", "remote_block_ids":[[4,5]],"text":"\\"}{ \\\\","new":{"a":{}}}'
+ANSWERS = [
+    b'{"id":"a","kv_transfer_params":%b,"usage":{"prompt_tokens":7}}',
+    b'{"id":"a", "kv_transfer_params" : %b}',
+    b'event: response.completed\ndata: {"response":{"id":"a","kv_transfer_params":%b},"n":1}\n\n',
+    b'data: {"kv_transfer_params":%b}\n\ndata: {"kv_transfer_params":null}\n\ndata: [DONE]\n\n',
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@given(cuts=st.lists(st.integers(1, 250), max_size=4))
+def test_clients_get_an_empty_object_instead_of_the_parameters_however_the_answer_is_cut(
+    answer, cuts
+) -> None:
+    whole, mask = (answer * 2) % (SECRET, SECRET), ParamsMask()
+    edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+
+    shown = b"".join(mask.blanked(whole[start:end]) for start, end in pairwise(edges))
+
+    empty = b"{%b}" % (b" " * (len(SECRET) - 2))
+    assert shown == (answer * 2) % (empty, empty)
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_parameters_that_are_cut_anywhere_are_not_shown(cut) -> None:
+    whole, mask = ANSWERS[0] % SECRET, ParamsMask()
+
+    shown = mask.blanked(whole[:cut]) + mask.blanked(whole[cut:])
+
+    assert json.loads(shown) == {"id": "a", "kv_transfer_params": {}, "usage": {"prompt_tokens": 7}}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"kv_transfer_params":null,"id":"a"}',
+        b'{"kv_transfer_params":{}}',
+        rb'{"content":"{\"kv_transfer_params\":{\"a\":1}}"}',
+        b'{"content":"kv_transfer_params","x":{"a":1}}',
+        b'data: {"content":"kv_transfer_params: {1}"}\n\n',
+    ],
+)
+def test_other_answers_stay_the_same_object(answer) -> None:
+    assert ParamsMask().blanked(answer) is answer

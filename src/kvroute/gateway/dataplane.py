@@ -25,7 +25,7 @@ from kvroute.gateway.client_keys import Meter, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.handover import HandoverAttempts, HandoverExchange
+from kvroute.gateway.handover import exchange_with_roles
 from kvroute.gateway.journal import InFlightRequest, PendingExchange, Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.preparation import Prepared, Preparer
@@ -469,13 +469,11 @@ class DataPlane:
         on_end: Callable[[Exchange], object] = admission.discard
         if entry is not None and self.queue is not None:
             client, on_end = self._accounted(self.queue, entry, plan, record, client)
-        if plan.decision.handover is None:
-            exchange = Exchange(
-                deps, plan, record, Attempts(deps.attempts, plan, record, fields), client, on_end
-            )
+        if plan.has_roles:
+            exchange = exchange_with_roles(deps, plan, record, fields, client, on_end)
         else:
-            legs = HandoverAttempts(deps.attempts, plan, record, fields)
-            exchange = HandoverExchange(deps, plan, record, legs, client, on_end)
+            attempts = Attempts(deps.attempts, plan, record, fields)
+            exchange = Exchange(deps, plan, record, attempts, client, on_end)
         admission.add(exchange)
         exchange.start()
         return exchange

@@ -10,7 +10,8 @@ may fail; then a worker does the whole request:
 - its answer says that the transfer failed (status 5xx, or an error as the first event of a stream): the
   decode worker itself, without the blocks, once.
 
-Requests that are not handed over never come here.
+In a fleet with roles, the answers of all requests pass `WithoutParams`: clients never see where a worker
+keeps blocks. In other fleets no request comes here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from msgspec import field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvroute.errors import (
@@ -35,14 +36,16 @@ from kvroute.errors import (
     WorkerTimeout,
 )
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.exchange import Attribution, Exchange, usage_of_whole
+from kvroute.gateway.downstream import Downstream, Headers
+from kvroute.gateway.exchange import Attribution, Exchange, ExchangeDeps, usage_of_whole
 from kvroute.gateway.failures import InternalError
-from kvroute.gateway.journal import HandoverRecord
-from kvroute.openai.kv_transfer import CONNECTORS, Connector, release_leg
+from kvroute.gateway.journal import HandoverRecord, Record
+from kvroute.gateway.planner import RequestPlan
+from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, release_leg
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.prefill_decode import HandoverDispatch, PrefillDecodeOptions
 from kvroute.routing.strategy import Candidate, Handover, RouteDecision
-from kvroute.upstream.response import AnswerListener, UpstreamResponse
+from kvroute.upstream.response import CHUNK, AnswerListener, UpstreamResponse
 
 log = logging.getLogger(__name__)
 
@@ -343,6 +346,65 @@ class HandoverAttempts(Attempts):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class WithoutParams(Struct, eq=False):
+    """Passes an answer on to a client without its `kv_transfer_params`. Mutable: the mask's state."""
+
+    _client: Downstream
+    _mask: ParamsMask = field(default_factory=ParamsMask)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._client.is_paused
+
+    def start(self, status: int, headers: Headers) -> None:
+        self._client.start(status, headers)
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        self._client.start_relayed(status, fields, is_sized=is_sized)
+
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        self._client.answer(status, fields, self._mask.blanked(body), is_sized)
+
+    def write(self, chunk: bytes) -> None:
+        self._client.write(self._mask.blanked(chunk))
+
+    def framed_writer(self) -> Callable[[bytes], None] | None:
+        write, blanked = self._client.framed_writer(), self._mask.blanked
+        if write is None:
+            return None
+
+        def masked(framed: bytes) -> None:
+            line = CHUNK(framed)
+            assert line is not None  # the connection passes whole chunks only
+            body = framed[line.end() : -2]
+            shown = blanked(body)
+            write(framed if shown is body else b"%b%b\r\n" % (framed[: line.end()], shown))
+
+        return masked
+
+    def finish(self, chunk: bytes = b"") -> None:
+        self._client.finish(self._mask.blanked(chunk) if chunk else chunk)
+
+    def cut(self) -> None:
+        self._client.cut()
+
+
+def exchange_with_roles(
+    deps: ExchangeDeps,
+    plan: RequestPlan,
+    record: Record,
+    fields: bytes,
+    client: Downstream,
+    on_end: Callable[[Exchange], object],
+) -> Exchange:
+    """The exchange of a request in a fleet with roles, handed over or not."""
+    screened = WithoutParams(client)
+    if plan.decision.handover is None:
+        return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
+    legs = HandoverAttempts(deps.attempts, plan, record, fields)
+    return HandoverExchange(deps, plan, record, legs, screened, on_end)
 
 
 class HandoverExchange(Exchange):

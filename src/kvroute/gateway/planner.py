@@ -76,6 +76,8 @@ class RequestPlan(Struct, eq=False, gc=False):
     """Whether `body` was put into a key space."""
     request: InferenceRequest | None = None
     """Set if the decision has a handover, whose legs need other bodies."""
+    has_roles: bool = False
+    """Whether the fleet has roles: then clients must not see the `kv_transfer_params` of answers."""
 
     def body_for(self, worker: WorkerId) -> bytes:
         """The body to send to `worker`."""
@@ -233,6 +235,7 @@ class Planner:
             other_bodies,
             is_isolated,
             None if decision.handover is None else request,
+            has_roles,
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:
@@ -457,7 +460,17 @@ class StoredResponses:
         ranking = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in chosen)
         query = RouteQuery(model="-", now=now, streamed=False)
         decision = RouteDecision("-", RouteReason.RESPONSE_OWNER, ranking)
-        return RequestPlan(method, target, body, "-", (), query, decision, errors=ErrorShape.RESPONSES)
+        return RequestPlan(
+            method,
+            target,
+            body,
+            "-",
+            (),
+            query,
+            decision,
+            errors=ErrorShape.RESPONSES,
+            has_roles=self._fleet.has_roles,
+        )
 
 
 def check_response_id(response_id: str) -> None:

@@ -6,11 +6,13 @@ first leg has `kv_transfer_params`, which say where the blocks are; the decode w
 pulls the blocks. The prefill worker keeps the blocks until then, at most for its lease (30 s).
 
 A client must not choose these parameters: they name the host that an engine connects to. `check_params`
-refuses all of them but LMCache's own (`lmcache.tag.*`, ...).
+refuses all of them but LMCache's own (`lmcache.tag.*`, ...). Nor must it see them: `ParamsMask` blanks them
+in answers.
 """
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Final, Protocol
 
 import msgspec
@@ -52,6 +54,13 @@ _FORBIDDING: Final = (
 )
 """Members with which the engine does not read its cache, or needs state that only one worker has."""
 _FALSE: Final = (b"null", b"false")
+_KEY: Final = b'"%b"' % PARAMS.encode()
+_opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
+"""Inside generated text the quotes are escaped, so this matches members only."""
+_structure = re.compile(rb'\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
+_TAIL_BYTES: Final = 64
+"""Enough for the name of the member with white space up to its value."""
+_EVENT_END: Final = b"\n\n"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
@@ -79,6 +88,70 @@ def check_params(request: InferenceRequest) -> None:
                 f"Clients may set `{_ALLOWED_PREFIX}*` members only.",
                 param=f"{PARAMS}.{shown}",
             )
+
+
+class ParamsMask:
+    """Blanks the values of `kv_transfer_params` in one answer, so that the client gets an empty object.
+
+    The length of the answer stays, and no byte waits for later ones: members that begin in one part and end
+    in another are blanked, too. Members of any depth count, because a streamed response is a member of its
+    event. Mutable: `blanked` changes the state between the parts.
+    """
+
+    __slots__ = ("_depth", "_is_escaped", "_is_in_text", "_tail")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        """The last bytes of the answer so far, if a member may begin there."""
+        self._depth = 0
+        """Open brackets of the value that is being blanked; 0 outside of one."""
+        self._is_in_text = self._is_escaped = False
+
+    def blanked(self, part: bytes) -> bytes:
+        """The next part of the answer, as the client may see it; `part` itself if nothing is blanked.
+
+        `part` has body bytes without the framing of chunks. Costs a search of `part`.
+        """
+        seen = self._tail + part
+        if not self._depth and (_KEY not in seen or _opening(seen) is None):
+            self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
+            return part
+        out, at, tail = bytearray(part), 0, self._tail
+        self._tail = b""
+        while True:
+            if not self._depth:
+                seen = tail + part[at:]
+                found = _opening(seen)
+                if found is None:
+                    self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
+                    break
+                at += found.end() - len(tail)
+                tail, self._depth = b"", 1
+            at = self._blank(out, at)
+            if self._depth:
+                break
+        return part if out == part else bytes(out)
+
+    def _blank(self, out: bytearray, at: int) -> int:
+        """Blank the value that is open at `at`. Returns where its last bracket is, or the end of `out`."""
+        end, is_in_text = len(out), self._is_in_text
+        start = at
+        if self._is_escaped and at < end:
+            self._is_escaped, start = False, at + 1
+        for match in _structure(out, start):
+            byte = match[0]
+            if byte[0] == 0x5C:  # a backslash and what it escapes, which may be in the next part
+                self._is_escaped = len(byte) == 1
+            elif byte == b'"':
+                is_in_text = not is_in_text
+            elif not is_in_text:
+                self._depth += 1 if byte in b"{[" else -1
+                if not self._depth:
+                    end = match.start()
+                    break
+        self._is_in_text = is_in_text
+        out[at:end] = b" " * (end - at)
+        return end
 
 
 def can_hand_over(request: InferenceRequest) -> bool:

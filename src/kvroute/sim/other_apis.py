@@ -354,6 +354,8 @@ async def _stream_response(
         tail = send(f"{kinds}.done", **inside, name=chat.tool, arguments=answer.text)
     tail += send("response.output_item.done", output_index=0, item=item)
     _finish_response(worker, generation, chat, stored, [item])
+    if (kept := kept_params(call, worker, generation)) is not None:
+        stored.record["kv_transfer_params"] = kept
     kind = "response.completed" if stored.record["status"] == "completed" else "response.incomplete"
     await call.chunk(tail + send(kind, response=stored.record))
     await call.end()
