@@ -266,6 +266,9 @@ class Metrics(Collector):
         self.handover_tokens = self._counter(
             "kvroute_handover_tokens", "Prompt tokens that workers got from others.", ["worker"]
         )
+        self.handover_computed = self._counter(
+            "kvroute_handover_computed_tokens", "Prompt tokens that workers computed for others.", ["worker"]
+        )
         self.handover_prefill = self._histogram(
             "kvroute_handover_prefill_seconds",
             "Time of a prefill worker's part of a request, its queue included.",

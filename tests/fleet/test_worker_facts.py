@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.fleet.worker import LearnedConcurrency, MetricsPage, parse_metrics, parse_models, same_cards
+from kvroute.fleet.worker import (
+    FetchedTokens,
+    LearnedConcurrency,
+    MetricsPage,
+    parse_metrics,
+    parse_models,
+    same_cards,
+)
 
 PAGE = b"""\
 # HELP python_info Python platform information
@@ -142,3 +149,22 @@ def test_requests_that_wait_for_another_reason_teach_no_concurrency() -> None:
 
 def test_a_learned_concurrency_stays_while_no_requests_wait() -> None:
     assert learned((8, 1), (8, 1), (8, 1), (3, 0), (8, 1)) == 8
+
+
+def test_tokens_from_other_engines_are_those_of_all_ranks() -> None:
+    page = b"""# TYPE vllm:prompt_tokens_by_source_total counter
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 1000.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 500.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 646.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="m",source="external_kv_transfer"} 1.2e+03
+"""
+
+    assert parse_metrics(page).fetched_tokens == 1846
+
+
+def test_tokens_from_other_engines_count_from_the_first_read_and_across_restarts() -> None:
+    fetched = FetchedTokens()
+
+    totals = [(fetched := fetched.after(counter)).total for counter in (1000, 1600, 1600, 200, 300)]
+
+    assert totals == [0, 600, 600, 800, 900]

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tests.support.waiting import until
 
+from kvroute.fleet.worker import WorkerId
 from kvroute.sim import completions, other_apis
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -196,6 +197,75 @@ async def test_explain_decisions_and_metrics_name_both_workers(run_fleet):
         assert [worker["role"] for worker in workers] == ["prefill", "decode"]
 
 
+KVAWARE: dict[str, Any] = {
+    "routing": {"strategy": "kvaware", "prefill_decode": {"threshold_tokens": 256}},
+    "tokens": {"timeout_ms": 10_000},
+    "fleet": {"health": {"metrics_interval_s": 0.05, "interval_s": 0.05}},
+}
+
+
+async def until_held(gateway: Any, blocks: int) -> None:
+    """Wait until the map has as many blocks of all workers together."""
+    tracker = gateway.runtime.cache_tracker
+    await gateway.until(lambda: tracker.describe()["held_blocks"] >= blocks)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_audit_checks_what_each_worker_held(run_fleet, path, streamed):
+    """The prefill worker holds the first half of a prompt, the decode worker nothing."""
+    name = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
+    half = LONG if name != "messages" else BODIES[path]["messages"]
+    whole = LONG * 2 if name != "messages" else [{"role": "user", "content": LONG * 2}]
+    async with run_fleet("pd", **KVAWARE) as (gateway, (prefill, decode)):
+        await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())
+        await gateway.client.post(prefill.url + path, json={**BODIES[path], name: half})
+        known = len(prefill.engine.cache.held_keys)
+        await until_held(gateway, known)
+
+        answer = await ask(gateway, path, stream=streamed, **{name: whole})
+
+        held = int(answer.headers["x-kvroute-prefill-hit-tokens"])
+        moved = int(answer.headers["x-kvroute-moved-tokens"])
+        (decision,) = (await gateway.client.get("/admin/decisions")).json()["decisions"]
+        assert held == decision["prefill_matched_tokens"] == decision["prefill_cached_tokens"] > 256
+        assert decision["handover"]["computed_tokens"] == moved - held
+        assert moved == decision["moved_tokens"] == decode.engine.counters.external_hits
+        assert decision.get("cached_tokens") is None, "the answer repeats those of the prefill worker"
+        assert ("x-kvroute-transfer-ms" in answer.headers) == streamed
+        assert gateway.metric("kvroute_handover_computed_tokens_total", worker="w0") == moved - held
+        assert gateway.metric("kvroute_handover_tokens_total", worker="w1") == moved
+        assert gateway.metric("kvroute_predictions_total", worker="w0", outcome="exact") == 1
+        assert gateway.metric("kvroute_predictions_total", worker="w1") == 0
+        fetched = gateway.runtime.fleet.get(WorkerId("w1"))
+        await gateway.until(lambda: fetched.facts.fetched.total == moved)
+        audit = (await gateway.client.get("/admin/audit")).json()
+        assert audit["transfers"] == [{"worker": "w1", "predicted_tokens": moved, "fetched_tokens": moved}]
+        assert gateway.metric("kvroute_worker_fetched_tokens_total", worker="w1") == moved
+
+
+async def test_the_cached_tokens_are_known_without_prompt_tokens_details(run_fleet):
+    async with run_fleet("pd", sim={"report_cached_tokens": False}, **KVAWARE) as (gateway, _):
+        await gateway.until(lambda: not gateway.runtime.cache_tracker.notes())
+        await ask(gateway)
+
+        (decision,) = (await gateway.client.get("/admin/decisions")).json()["decisions"]
+        assert decision["prefill_cached_tokens"] == 0
+        assert gateway.metric("kvroute_predictions_total", worker="w0", outcome="exact") == 1
+
+
+async def test_the_live_page_names_both_workers(run_fleet):
+    async with run_fleet("pd") as (gateway, _):
+        answer = await ask(gateway, stream=True)
+        async with gateway.client.stream("GET", "/admin/live") as lines:
+            first = json.loads(await anext(lines.aiter_lines()))
+
+        assert [worker["role"] for worker in first["workers"].values()] == ["prefill", "decode"]
+        (row,) = first["requests"]
+        assert (row["prefill_worker"], row["worker"]) == ("w0", "w1")
+        assert row["moved"] == int(answer.headers["x-kvroute-moved-tokens"])
+
+
 async def test_a_clients_transfer_parameters_are_refused_in_a_fleet_with_roles(run_fleet):
     async with run_fleet("pd") as (gateway, workers):
         params = {"do_remote_prefill": True, "remote_host": "10.0.0.1"}
@@ -255,7 +325,7 @@ async def test_no_client_sees_the_parameters_in_a_stream_or_in_a_stored_response
         stored = await ask(gateway, path)
         again = await gateway.client.get(f"{path}/{stored.json()['id']}")
 
-        assert streamed.text.count("response.completed") >= 1
+        assert '"kv_transfer_params":{  ' in streamed.text.rpartition("event: response.incomplete")[2]
         assert again.json()["kv_transfer_params"] == {}
         for answer in (streamed, stored, again):
             assert answer.status_code == 200
@@ -383,6 +453,7 @@ async def test_a_decode_worker_that_refuses_leaves_the_blocks_to_the_next_one(ru
         assert answer.status_code == 200
         assert answer.headers["x-kvroute-worker"] == ("w2" if other is two else "w1")
         assert other.engine.counters.external_hits > 256
+        assert int(answer.headers["x-kvroute-moved-tokens"]) > 256
         await until(lambda: usage_of(prefill) == 0)
         assert all_quiet(gateway)
 

@@ -246,6 +246,30 @@ async def test_figures_workers_and_prefixes_are_shown(browser, fleet) -> None:
         assert "conversation 3" not in (await page.content())  # of the prompts, only hashes
 
 
+async def test_both_workers_of_a_handover_are_named(browser, run_gateway) -> None:
+    options = SimOptions(time_scale=0, nixl=True)
+    async with run_sim(options) as prefill, run_sim(options) as decode:
+        workers = [
+            {"id": "P", "url": prefill.url, "role": "prefill"},
+            {"id": "D", "url": decode.url, "role": "decode"},
+        ]
+        routing = {"prefill_decode": {"threshold_tokens": 256}}
+        async with run_gateway(workers, routing=routing) as gateway, opened(browser, gateway) as page:
+            body = {"model": "sim-model", "prompt": "long " * 400, "max_tokens": 2, "stream": True}
+            headers = {"x-request-id": "handed-over"}
+            answer = await gateway.client.post("/v1/completions", json=body, headers=headers)
+            moved = f"{int(answer.headers['x-kvroute-moved-tokens']):,}"
+
+            await expect(page.locator("#worker-table")).to_contain_text("prefill")
+            await expect(page.locator("#request-table")).to_contain_text("P, then D")
+            await press(page, '#request-table button:has-text("handed-over")')
+            decision = page.locator("#decision")
+            await expect(decision).to_contain_text(
+                "P was to compute the prompt; it was expected to hold 0 tokens"
+            )
+            await expect(decision).to_contain_text(f"{moved} tokens were to move to D; the answer began")
+
+
 async def test_clients_and_their_queue_are_shown(browser, run_gateway, instant_sim, tmp_path) -> None:
     hashed = "sha256:" + hashlib.sha256(b"team-key").hexdigest()
     keys = tmp_path / "keys.json"

@@ -17,6 +17,7 @@ from tests.support.waiting import until
 
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
+from kvroute.sim.publisher import Fault
 
 PROMPT = "a very private prompt " * 40
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -105,14 +106,7 @@ async def test_the_workers_spans_lie_below_ours_and_ours_below_the_clients(run_g
     assert root.parent_span_id.hex() == "b7ad6b7169203331"
     assert worker.parent_span_id == decide.parent_span_id == root.span_id
     assert spans["stream"].parent_span_id == spans["first byte"].parent_span_id == worker.span_id
-    [sent] = [
-        value.decode()
-        for request in sim.worker.received
-        if request.method == "POST" and request.target == "/v1/chat/completions"
-        for name, value in request.headers
-        if name == b"traceparent"
-    ]
-    assert sent == f"00-{TRACE}-{worker.span_id.hex()}-01"
+    assert _sent_parent(sim) == worker.span_id.hex()
     assert ("tokenize" in spans) == (strategy == "kvaware")
     assert attributes(decide)["kvroute.strategy"].string_value == strategy
     [candidate] = decide.events
@@ -127,6 +121,59 @@ def _whole(running, otel: Collector) -> list[Any]:
     running.runtime._journal.flush()
     spans = otel.spans()
     return spans if any(span.name == "stream" for span in spans) else []
+
+
+async def test_both_legs_of_a_handover_have_spans_and_the_workers_spans_lie_below_them(run_gateway):
+    options = SimOptions(time_scale=0, nixl=True)
+    async with run_sim(options) as prefill, run_sim(options) as decode, collector() as otel:
+        workers = [
+            {"id": "p", "url": prefill.url, "role": "prefill"},
+            {"id": "d", "url": decode.url, "role": "decode"},
+        ]
+        routing = {"prefill_decode": {"threshold_tokens": 64}}
+        async with run_gateway(workers, tracing={"endpoint": otel.url}, routing=routing) as running:
+            answer = await send(running.client, traceparent=CLIENT)
+            spans = {span.name: span for span in await until(lambda: _whole(running, otel))}
+
+    root, worker = spans["kvroute request"], spans["worker"]
+    leg, transfer = spans["prefill leg"], spans["transfer"]
+    assert leg.parent_span_id == transfer.parent_span_id == worker.span_id
+    assert [_sent_parent(sim) for sim in (prefill, decode)] == [leg.span_id.hex(), worker.span_id.hex()]
+    assert attributes(leg)["kvroute.worker"].string_value == "p"
+    assert attributes(transfer)["kvroute.worker"].string_value == "d"
+    moved = int(answer.headers["x-kvroute-moved-tokens"])
+    for span in (root, transfer):
+        assert attributes(span)["kvroute.moved_tokens"].int_value == moved
+    assert attributes(root)["kvroute.prefill_worker"].string_value == "p"
+    assert [event.name for event in spans["decide"].events] == ["candidate"] * 2 + ["prefill candidate"]
+    assert leg.end_time_unix_nano == transfer.start_time_unix_nano
+    assert transfer.end_time_unix_nano <= spans["stream"].start_time_unix_nano
+
+
+async def test_a_failed_first_leg_has_an_error_span(run_gateway, sim):
+    async with run_sim(SimOptions(time_scale=0, nixl=True)) as prefill, collector() as otel:
+        workers = [{"url": prefill.url, "role": "prefill"}, {"url": sim.url, "role": "decode"}]
+        prefill.worker.faults.add(Fault(kind="status", status=500, path="/v1/chat/completions"))
+        routing = {"prefill_decode": {"threshold_tokens": 64}}
+        async with run_gateway(workers, tracing={"endpoint": otel.url}, routing=routing) as running:
+            await send(running.client)
+            spans = {span.name: span for span in await until(lambda: _whole(running, otel))}
+
+    assert attributes(spans["prefill leg"])["error.type"].string_value == "status"
+    assert attributes(spans["kvroute request"])["kvroute.handover_fallback"].string_value == "status"
+    assert "transfer" not in spans
+
+
+def _sent_parent(sim: RunningSim) -> str:
+    """The span that a worker was told to be the parent of its own."""
+    [sent] = [
+        value.decode()
+        for request in sim.worker.received
+        if request.method == "POST" and request.target == "/v1/chat/completions"
+        for name, value in request.headers
+        if name == b"traceparent"
+    ]
+    return sent.split("-")[2]
 
 
 async def test_keys_never_reach_the_collector(run_gateway, sim):

@@ -16,6 +16,7 @@ from kvroute.openai.kv_transfer import (
     NixlPull,
     ParamsMask,
     SharedCache,
+    cached_tokens_in,
     can_hand_over,
     check_params,
     release_leg,
@@ -243,3 +244,20 @@ def test_parameters_that_are_cut_anywhere_are_not_shown(cut) -> None:
 )
 def test_other_answers_stay_the_same_object(answer) -> None:
     assert ParamsMask().blanked(answer) is answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":64,"remote_host":"h"},"usage":{}}', 64),
+        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":null}}', None),
+        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":-1}}', None),
+        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":"64"}}', None),
+        (b'{"kv_transfer_params":{}}', None),
+        (b'{"kv_transfer_params":null}', None),
+        (b"{}", None),
+        (b"<html>", None),
+    ],
+)
+def test_the_prefill_workers_cached_tokens_are_among_the_parameters(answer, tokens) -> None:
+    assert cached_tokens_in(answer) == tokens

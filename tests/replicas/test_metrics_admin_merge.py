@@ -28,3 +28,13 @@ def test_predictions_are_summed_by_strategy_worker_and_tier():
         {"worker": "b", "rank": 0, "judged": 1, "wrong": 0},
     ]
     assert found["demotions"] == {}
+
+
+def test_predicted_transfers_of_all_processes_are_added_up() -> None:
+    one, other = Audit(), Audit()
+    one.handed_over("d", 640)
+    other.handed_over("d", 60)
+
+    found = merge_predictions([one.describe(), other.describe()])
+
+    assert found["transfers"] == [{"worker": "d", "predicted_tokens": 700}]

@@ -97,3 +97,13 @@ def test_workers_that_come_and_go_do_not_pile_up(audit) -> None:
     assert described["latest"] == []
     assert len(described["predictions"]) == len(described["demotions"]) == 4096
     assert described["demotions"]["pod-4999"] == 1
+
+
+def test_transfers_are_added_up_by_decode_worker(audit) -> None:
+    for worker, tokens in (("b", 640), ("a", 100), ("b", 60)):
+        audit.handed_over(worker, tokens)
+
+    assert audit.describe()["transfers"] == [
+        {"worker": "a", "predicted_tokens": 100},
+        {"worker": "b", "predicted_tokens": 700},
+    ]

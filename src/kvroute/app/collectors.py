@@ -59,6 +59,12 @@ def fleet_gauges(fleet: Fleet, health: HealthMonitor, discoverer: Discoverer) ->
         [((w.id,), float(w.capacity_tokens)) for w in workers],
     )
     yield counter(
+        "kvroute_worker_fetched_tokens",
+        "Prompt tokens that each worker got from other engines, by its own count, in a fleet with roles.",
+        ("worker",),
+        [((w.id,), float(w.facts.fetched.total)) for w in workers if fleet.has_roles],
+    )
+    yield counter(
         "kvroute_worker_probe_failures",
         "Health probes that failed.",
         ("worker",),

@@ -311,6 +311,7 @@ class HealthMonitor:
                 concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
                     metrics.running, metrics.waiting
                 ),
+                fetched=facts.fetched.after(metrics.fetched_tokens),
             )
         elif probes.was_refused and probes.was_healthy:
             restarted = True  # unknown; to assume an empty cache is safe

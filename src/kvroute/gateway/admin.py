@@ -135,7 +135,11 @@ def admin_routes(
     @routes.get("/audit", summary="Predicted against reported cached tokens, by strategy, worker and tier")
     async def predictions() -> dict[str, Any]:
         own = audit.describe()
-        return own if peers is None else await peers.predictions(own)
+        whole = own if peers is None else await peers.predictions(own)
+        fetched = {worker.id: worker.facts.fetched.total for worker in fleet.workers()}
+        for row in whole["transfers"]:
+            row["fetched_tokens"] = fetched.get(row["worker"])
+        return whole
 
     @routes.get("/decisions", summary="The last routing decisions, newest first, with their arithmetic")
     async def decisions(

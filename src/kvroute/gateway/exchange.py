@@ -103,6 +103,14 @@ class PredictionAudit:
             self._metrics.map_demotions.labels(worker_id, _AUDIT).inc()
             feedback.distrust(worker, rank, _AUDIT)
 
+    def fetched(self, plan: RequestPlan, candidate: Candidate, moved_tokens: int) -> None:
+        """A decode worker has answered a prompt of which it got `moved_tokens` from another worker."""
+        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.held
+        # It announces the blocks that it got, like those that it computes.
+        if feedback is not None and len(query.exact) == 1 and moved_tokens > worker.block_size:
+            rank = 0 if held is None or held.rank is None else held.rank
+            feedback.answered(worker, rank, plan.model, query.exact[0], query.now, None)
+
 
 _WITHOUT_BODY = (204, 304)
 _DROPPED = HOP_BY_HOP | ANSWERED_HERE

@@ -37,11 +37,11 @@ from kvroute.errors import (
 )
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Headers
-from kvroute.gateway.exchange import Attribution, Exchange, ExchangeDeps, usage_of_whole
+from kvroute.gateway.exchange import Attribution, Exchange, ExchangeDeps, usage_in, usage_of_whole
 from kvroute.gateway.failures import InternalError
-from kvroute.gateway.journal import HandoverRecord, Record
+from kvroute.gateway.journal import HandoverRecord, Record, Usage
 from kvroute.gateway.planner import RequestPlan
-from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, release_leg
+from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, cached_tokens_in, release_leg
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.prefill_decode import HandoverDispatch, PrefillDecodeOptions
 from kvroute.routing.strategy import Candidate, Handover, RouteDecision
@@ -100,6 +100,8 @@ class HandoverAttempts(Attempts):
     _timer: asyncio.TimerHandle | None = None
     _bodies: tuple[InferenceRequest, bytes] | None = None
     """The client's request, and the body of a whole request."""
+    has_moved: bool = False
+    """Whether the answer comes from a worker that has got the blocks."""
 
     @property
     def is_in_first_leg(self) -> bool:
@@ -134,8 +136,13 @@ class HandoverAttempts(Attempts):
         answering = plan.decision.ranking[0]
         record.worker, record.attempts = answering.worker.spec.id, 1
         record.matched_tokens, record.held = answering.matched_tokens, answering.held
-        record.handover = HandoverRecord(handover.prefill.worker.spec.id, handover.moved_tokens)
         self._phase, self._began = _Phase.PREFILL, deps.now()
+        record.handover = HandoverRecord(
+            handover.prefill.worker.spec.id,
+            handover.moved_tokens,
+            handover.prefill.matched_tokens,
+            self._began,
+        )
         self._send(handover.prefill, listener)
         self._accounts = deps.router.dispatch_handover(plan.query, plan.decision, self._began)
         if deps.on_sent is not None:
@@ -148,19 +155,25 @@ class HandoverAttempts(Attempts):
         request, body = self._bodies
         if plan.other_bodies is not None:
             body = plan.other_bodies.get(candidate.worker.id, body)
-        query = plan.query
+        query, fields, trace = plan.query, self._fields, self._record.trace
         if self._phase is _Phase.PREFILL:
             body, query = self._connector.first_leg(body, request), replace(query, streamed=False)
+            if trace is not None:  # `Tracer.begin` has named the other worker's span
+                self._fields = fields.replace(
+                    b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
+                )
         elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
             body = self._connector.second_leg(body, request, self._params)
             self._began = self._deps.now()
+            assert self._record.handover is not None
+            self._record.handover.moved_tokens = query.tokens - candidate.matched_tokens
             if query.streamed:  # the first byte of another answer comes with its end
                 self._start_timer(self._options.decode_timeout_s, listener)
         self._plan = replace(plan, body=body, other_bodies=None, query=query)
         try:
             Attempts._send(self, candidate, listener, fresh)
         finally:
-            self._plan = plan
+            self._plan, self._fields = plan, fields
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> bytes:
         """Part of the first leg's answer has arrived, or its end. Returns the whole answer of a done leg."""
@@ -195,6 +208,7 @@ class HandoverAttempts(Attempts):
         self._stop_timer()
         self._accounts.prefill_done(now)
         self._dispatch = self._accounts.decode
+        record.handover.prefilled = now
         record.handover.prefill_s = spent_s = now - self._began
         deps.metrics.handover_prefill.labels(record.handover.prefill_worker).observe(spent_s)
         candidate = self.candidate = plan.decision.ranking[0]
@@ -210,6 +224,7 @@ class HandoverAttempts(Attempts):
         assert record.handover is not None
         self._stop_timer()
         self._phase, self._params = _Phase.REST, None
+        record.handover.moved, self.has_moved = now, has_moved
         if not has_moved:
             return
         worker, spent_s = self.candidate.worker, now - self._began
@@ -289,10 +304,15 @@ class HandoverAttempts(Attempts):
         self._send_to_next(listener)
 
     def _note(self, cause: str) -> None:
-        assert self._record.handover is not None
-        if not self._record.handover.fallback:
-            self._record.handover.fallback = cause
+        handover = self._record.handover
+        assert handover is not None
+        if not handover.fallback:
+            handover.fallback = cause
             self._deps.metrics.handover_fallbacks.labels(cause).inc()
+        if handover.prefill_s is None:
+            handover.prefilled = self._deps.now()
+        else:
+            handover.moved = self._deps.now()
 
     def _order(self, *, whole_first: bool) -> None:
         """Add the decode worker to the ranking once more, as a worker that computes the prompt itself."""
@@ -426,12 +446,17 @@ class HandoverExchange(Exchange):
 
     def _first_leg_arrived(self, attempts: HandoverAttempts, response: UpstreamResponse) -> None:
         answer = attempts.first_leg_arrived(response, self)
-        usage = usage_of_whole(answer) if answer else None
-        handover = self._plan.decision.handover
-        if usage is not None and handover is not None:
-            if self._record.handover is not None:
-                self._record.handover.cached_tokens = usage.cached_tokens
-            self._deps.audit.answered(self._plan, handover.prefill, usage)
+        plan, record = self._plan, self._record.handover
+        handover = plan.decision.handover
+        if not answer or record is None or handover is None:
+            return
+        usage = usage_of_whole(answer) or Usage(plan.query.tokens, None)
+        if usage.cached_tokens is None:
+            usage = usage._replace(cached_tokens=cached_tokens_in(answer))
+        record.cached_tokens = cached = usage.cached_tokens
+        computed = plan.query.tokens - (record.matched_tokens if cached is None else cached)
+        self._deps.metrics.handover_computed.labels(record.prefill_worker).inc(max(0, computed))
+        self._deps.audit.answered(plan, handover.prefill, usage)
 
     def _start_answer(self, response: UpstreamResponse) -> None:
         attempts = self._attempts
@@ -441,8 +466,28 @@ class HandoverExchange(Exchange):
             if has_failed and attempts.retry_without_blocks(self):
                 return
             attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
+            if attempts.has_moved:
+                self._deps.audit.audit.handed_over(self._record.worker, self._moved_tokens)
             self._deps = dataclasses.replace(self._deps, attribution=_BothWorkers(self._record.handover))
         Exchange._start_answer(self, response)
+
+    @property
+    def _moved_tokens(self) -> int:
+        return 0 if self._record.handover is None else self._record.handover.moved_tokens
+
+    def _report_usage(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
+        """See `Exchange`. The cached tokens of a second leg say nothing about the decode worker's cache."""
+        attempts, deps, plan = self._attempts, self._deps, self._plan
+        assert isinstance(attempts, HandoverAttempts)
+        if not attempts.has_moved:
+            Exchange._report_usage(self, candidate, before_last, last)
+            return
+        usage = usage_in(before_last, last)
+        if usage is not None:
+            # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
+            self._record.usage = usage._replace(cached_tokens=None)
+            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            deps.audit.fetched(plan, candidate, self._moved_tokens)
 
     def _run(self, step: Callable[[], object]) -> None:
         """Run a step of the attempts; its error ends the exchange."""
@@ -473,8 +518,16 @@ class _BothWorkers(Attribution):
         own, handover = super().lines(candidate, decision), self._handover
         if handover is None:
             return own
-        prefill_ms = round(1000 * (handover.prefill_s or 0.0))
-        return (
-            b"%bx-kvroute-prefill-worker: %b\r\nx-kvroute-moved-tokens: %d\r\nx-kvroute-prefill-ms: %d\r\n"
-            % (own, handover.prefill_worker.encode(), handover.moved_tokens, prefill_ms)
+        lines = (
+            b"%bx-kvroute-prefill-worker: %b\r\nx-kvroute-prefill-hit-tokens: %d\r\n"
+            b"x-kvroute-moved-tokens: %d\r\nx-kvroute-prefill-ms: %d\r\n"
+        ) % (
+            own,
+            handover.prefill_worker.encode(),
+            handover.matched_tokens,
+            handover.moved_tokens,
+            round(1000 * (handover.prefill_s or 0.0)),
         )
+        if handover.transfer_s is None:
+            return lines
+        return b"%bx-kvroute-transfer-ms: %d\r\n" % (lines, round(1000 * handover.transfer_s))

@@ -67,6 +67,8 @@ class Trace(Struct, eq=False, gc=False):
     span_id: int
     worker_span_id: int
     """The span of the worker's part, which the worker gets as its parent."""
+    prefill_span_id: int
+    """The span of a first leg, which the prefill worker gets as its parent."""
     received: float = 0.0
     """The body is parsed."""
     prepared: float = 0.0
@@ -85,6 +87,14 @@ class HandoverRecord(Struct, eq=False, gc=False):
     prefill_worker: str
     moved_tokens: int
     """Prompt tokens that the decode worker lacked."""
+    matched_tokens: int
+    """Prompt tokens that the prefill worker was predicted to hold."""
+    began: float
+    """When the first leg was sent (`Clock.now`)."""
+    prefilled: float = 0.0
+    """When the first leg ended, with or without the blocks; 0 while it runs."""
+    moved: float = 0.0
+    """When the second leg's answer began, or failed; 0 before."""
     prefill_s: float | None = None
     """From the first leg to its answer; None if it failed."""
     transfer_s: float | None = None
@@ -386,6 +396,7 @@ def _described_handover(handover: HandoverRecord) -> dict[str, Any]:
     return {
         "prefill_worker": handover.prefill_worker,
         "moved_tokens": handover.moved_tokens,
+        "prefill_matched_tokens": handover.matched_tokens,
         "prefill_s": handover.prefill_s,
         "transfer_s": handover.transfer_s,
         "prefill_cached_tokens": handover.cached_tokens,

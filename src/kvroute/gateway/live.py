@@ -175,6 +175,8 @@ class LiveFigures:
         return {
             "url": worker.spec.url,
             "state": worker.state.value,
+            "role": worker.role.value,
+            "fetched_tokens": worker.facts.fetched.total,
             "trouble": worker.trouble or None,
             "models": sorted(worker.models),
             "capacity_tokens": worker.capacity_tokens,
@@ -433,7 +435,9 @@ def _sum_buckets(buckets: Sequence[Json]) -> Json:
 
 def _row(entry: Entry) -> Json:
     wall, duration, record = entry
-    decision, usage = record.decision, record.usage
+    decision, usage, handover = record.decision, record.usage, record.handover
+    if handover is not None and handover.fallback:
+        handover = None
     return {
         "time": wall,
         "id": record.request_id.decode(),
@@ -448,6 +452,8 @@ def _row(entry: Entry) -> Json:
         "ttfb_s": None if record.first_byte is None else record.first_byte - record.started,
         "duration_s": duration,
         "attempts": record.attempts,
+        "prefill_worker": None if handover is None else handover.prefill_worker,
+        "moved": None if handover is None else handover.moved_tokens,
     }
 
 

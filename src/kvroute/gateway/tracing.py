@@ -11,14 +11,15 @@ import queue
 import random
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, GatewayError
-from kvroute.gateway.journal import Record, Trace
+from kvroute.gateway.journal import HandoverRecord, Record, Trace
 from kvroute.options import Options, option
+from kvroute.routing.strategy import Candidate
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ class Tracer:
             if found is not None:
                 fields = fields[: found.start()] + fields[found.end() :]
         span_id, worker_span_id = self._random.getrandbits(64) or 1, self._random.getrandbits(64) or 1
-        record.trace = Trace(trace_id, parent_id, span_id, worker_span_id)
+        prefill_span_id = self._random.getrandbits(64) or 1
+        record.trace = Trace(trace_id, parent_id, span_id, worker_span_id, prefill_span_id)
         return fields + b"traceparent: 00-%032x-%016x-01\r\n" % (trace_id, worker_span_id)
 
     def refused(self, fields: bytes, error: GatewayError, clock: Clock) -> str:
@@ -188,6 +190,9 @@ class Tracer:
                 end = min(each.ended or record.ended, record.ended)
                 more = {"kvroute.worker": each.worker, **({"error.type": each.error} if each.error else {})}
                 phase("connect", each.began, end, parent_id=trace.worker_span_id, attributes=more)
+            if record.handover is not None:
+                for name, start, end, more in _legs(record, trace, record.handover):
+                    phase(name, start, end, parent_id=trace.worker_span_id, **more)
             phase("first byte", trace.decided, first_byte, parent_id=trace.worker_span_id)
             if record.first_byte is not None:
                 phase("stream", record.first_byte, record.ended, parent_id=trace.worker_span_id)
@@ -290,10 +295,46 @@ def _request(record: Record) -> dict[str, Any]:
     }
     if record.usage is not None and record.usage.cached_tokens is not None:
         found["kvroute.cached_tokens"] = record.usage.cached_tokens
+    if (handover := record.handover) is not None:
+        found["kvroute.prefill_worker"] = handover.prefill_worker
+        found["kvroute.moved_tokens"] = handover.moved_tokens
+        for name, seconds in (("prefill", handover.prefill_s), ("transfer", handover.transfer_s)):
+            if seconds is not None:
+                found[f"kvroute.{name}_s"] = seconds
+        if handover.fallback:
+            found["kvroute.handover_fallback"] = handover.fallback
     for name, text in (("error.type", record.error), ("kvroute.ended_by", record.ended_by)):
         if text:
             found[name] = text
     return found
+
+
+def _legs(
+    record: Record, trace: Trace, handover: HandoverRecord
+) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
+    """The spans of a request whose prompt another worker computed: name, start, end and the rest of each."""
+    failed = {"error.type": handover.fallback} if handover.fallback else {}
+    has_prefilled = handover.prefill_s is not None
+    first = {
+        "kvroute.worker": handover.prefill_worker,
+        "kvroute.matched_tokens": handover.matched_tokens,
+        **({} if handover.cached_tokens is None else {"kvroute.cached_tokens": handover.cached_tokens}),
+        **({} if has_prefilled else failed),
+    }
+    end = handover.prefilled or record.ended
+    yield (
+        "prefill leg",
+        handover.began,
+        end,
+        {
+            "span_id": trace.prefill_span_id,
+            "is_client": True,
+            "attributes": first,
+        },
+    )
+    if has_prefilled:
+        second = {"kvroute.worker": record.worker, "kvroute.moved_tokens": handover.moved_tokens, **failed}
+        yield "transfer", handover.prefilled, handover.moved or record.ended, {"attributes": second}
 
 
 def _decision(record: Record) -> dict[str, Any]:
@@ -308,18 +349,21 @@ def _decision(record: Record) -> dict[str, Any]:
 
 
 def _candidates(record: Record) -> list[tuple[str, dict[str, Any]]]:
-    """The arithmetic of the cheapest workers, cheapest first: every term in seconds."""
-    if record.decision is None:
+    """The arithmetic of the cheapest workers, cheapest first, then that of the prefill worker, if another
+    worker answers: every term in seconds."""
+    decision = record.decision
+    if decision is None:
         return []
-    return [
-        (
-            "candidate",
-            {
-                "kvroute.worker": str(each.worker.id),
-                "kvroute.matched_tokens": each.matched_tokens,
-                "kvroute.cost_s": float(each.score),
-                **{f"kvroute.{name}_s": float(value) for name, value in each.terms._asdict().items()},
-            },
-        )
-        for each in record.decision.ranking[:_MAX_CANDIDATES]
-    ]
+    events = [("candidate", _arithmetic(each)) for each in decision.ranking[:_MAX_CANDIDATES]]
+    if decision.handover is not None:
+        events.append(("prefill candidate", _arithmetic(decision.handover.prefill)))
+    return events
+
+
+def _arithmetic(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "kvroute.worker": str(candidate.worker.id),
+        "kvroute.matched_tokens": candidate.matched_tokens,
+        "kvroute.cost_s": float(candidate.score),
+        **{f"kvroute.{name}_s": float(value) for name, value in candidate.terms._asdict().items()},
+    }

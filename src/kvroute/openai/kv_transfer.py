@@ -71,6 +71,30 @@ class _Answer(Struct, gc=False):
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
+class _Kept(Struct, gc=False):
+    remote_prefill_cached_tokens: int | None = None
+
+
+class _KeptAnswer(Struct, gc=False):
+    kv_transfer_params: _Kept | None = None
+
+
+_decode_kept = msgspec.json.Decoder(_KeptAnswer).decode
+
+
+def cached_tokens_in(answer: bytes) -> int | None:
+    """The cached tokens that a first leg's parameters report; None if they report none.
+
+    vLLM reports them there since 0.32, also without --enable-prompt-tokens-details.
+    """
+    try:
+        kept = _decode_kept(answer).kv_transfer_params
+    except UNREADABLE:
+        return None
+    tokens = None if kept is None else kept.remote_prefill_cached_tokens
+    return tokens if tokens is None or tokens >= 0 else None
+
+
 def check_params(request: InferenceRequest) -> None:
     """Raise InvalidRequest if the client's `kv_transfer_params` have other members than LMCache's."""
     raw = request.kv_transfer_params

@@ -391,6 +391,7 @@ def merge_predictions(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ),
         "latest": _summed([row for each in processes for row in each["latest"]], ("worker", "rank")),
         "demotions": demotions,
+        "transfers": _summed([row for each in processes for row in each["transfers"]], ("worker",)),
     }
 
 

@@ -92,6 +92,16 @@ class Audit:
         self._tallies: dict[tuple[str, str, str], _Tally] = {}
         self._latest: dict[tuple[str, int], deque[bool]] = {}
         self._demotions: dict[str, int] = {}
+        self._moved: dict[str, int] = {}
+
+    def handed_over(self, worker: str, tokens: int) -> None:
+        """A decode worker has got a prompt of which it was predicted to lack `tokens`.
+
+        No answer reports the fetched tokens; the worker's metrics have their sum (`Worker.facts.fetched`).
+        """
+        if worker not in self._moved and len(self._moved) >= _MOST_TALLIES:
+            del self._moved[next(iter(self._moved))]
+        self._moved[worker] = self._moved.get(worker, 0) + tokens
 
     def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[PredictionOutcome, bool]:
         """Compare a prediction with the worker's `usage.prompt_tokens_details.cached_tokens`.
@@ -161,4 +171,8 @@ class Audit:
                 for (worker, rank), latest in sorted(self._latest.items())
             ],
             "demotions": dict(self._demotions),
+            "transfers": [
+                {"worker": worker, "predicted_tokens": tokens}
+                for worker, tokens in sorted(self._moved.items())
+            ],
         }

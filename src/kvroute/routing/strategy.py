@@ -294,6 +294,11 @@ class Handover(NamedTuple):
     prefill_cost_s: float
     """Cost of the prompt on the prefill worker."""
 
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that the prefill worker lacks, and therefore computes."""
+        return self.whole.matched_tokens + self.moved_tokens - self.prefill.matched_tokens
+
 
 class RouteDecision(Struct, frozen=True, gc=False):
     """All routable workers, best first. `reason` says why the first one is first."""
@@ -331,6 +336,7 @@ def _described(handover: Handover) -> dict[str, Any]:
         "matched_tokens": prefill.matched_tokens,
         "terms_s": prefill.terms._asdict(),
         **_where(prefill.held),
+        "computed_tokens": handover.computed_tokens,
         "moved_tokens": handover.moved_tokens,
         "transfer_s": handover.transfer_s,
         "score_without_s": handover.whole.score,

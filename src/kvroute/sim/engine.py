@@ -53,6 +53,8 @@ class EngineRequest:
     phase: RequestPhase = RequestPhase.WAITING
     cached_tokens: int = 0
     """Prompt tokens found in the cache; set when the request is admitted."""
+    other_cached_tokens: int | None = None
+    """Prompt tokens that another engine, which computed the prompt, found in its cache; None without one."""
     external_tokens: int = 0
     """Prompt tokens that came from another engine, those in the cache excluded."""
     stored_tokens: int = 0
@@ -62,6 +64,11 @@ class EngineRequest:
     stored_blocks: int = 0
     reserved: int = 0
     first_iteration: int = 0
+
+    @property
+    def reported_cached_tokens(self) -> int:
+        """The cached tokens in `usage`: vLLM (0.32) repeats those of the engine that computed the prompt."""
+        return self.cached_tokens if self.other_cached_tokens is None else self.other_cached_tokens
 
     def produced(self, iteration: int) -> int:
         """Number of output tokens at the end of `iteration`."""

@@ -128,9 +128,10 @@ def _message_usage(worker: SimWorker, generation: Generation, chat: PreparedChat
     request = generation.requests[0]
     tokens = {"input_tokens": len(chat.prompt), "output_tokens": len(chat.answers[0].token_ids)}
     if worker.options.report_cached_tokens:
-        tokens["input_tokens"] -= request.cached_tokens + request.stored_tokens
+        cached = request.reported_cached_tokens
+        tokens["input_tokens"] -= cached + request.stored_tokens
         tokens["cache_creation_input_tokens"] = request.stored_tokens
-        tokens["cache_read_input_tokens"] = request.cached_tokens
+        tokens["cache_read_input_tokens"] = cached
     return tokens
 
 
@@ -287,7 +288,7 @@ def _finish_response(
     record["usage"] = {
         "input_tokens": prompt,
         "input_tokens_details": {
-            "cached_tokens": generation.requests[0].cached_tokens,
+            "cached_tokens": generation.requests[0].reported_cached_tokens,
             "cache_write_tokens": generation.requests[0].stored_tokens,
             "input_tokens_per_turn": [],
             "cached_tokens_per_turn": [],

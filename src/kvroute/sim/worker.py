@@ -290,9 +290,12 @@ class SimWorker:
             for prompt, choices in zip(prompts, answers, strict=True)
             for answer in choices
         ]
+        transfer = params.transfer
+        others = transfer.get("remote_prefill_cached_tokens") if transfer.get("do_remote_prefill") else None
         for request in requests:
             request.moved_tokens = moved
-            request.keeps_blocks = self.options.nixl and params.transfer.get("do_remote_decode") is True
+            request.other_cached_tokens = others if isinstance(others, int) else None
+            request.keeps_blocks = self.options.nixl and transfer.get("do_remote_decode") is True
         reasons = [answer.finish_reason for choices in answers for answer in choices]
         return self.driver.submit(requests, reasons, streamed=params.stream)
 
@@ -370,7 +373,7 @@ class SimWorker:
         if self.options.report_cached_tokens:
             reported = generation.requests[0 if generation.streamed else -1]
             details = {
-                "cached_tokens": reported.cached_tokens,
+                "cached_tokens": reported.reported_cached_tokens,
                 "created_cache_tokens": reported.stored_tokens if created else None,
                 "multimodal_tokens": None,
             }

@@ -30,6 +30,12 @@ export const REASONS = {
   no_prompt: "no prompt that a KV cache could hold was found, so the least cost decided",
   response_owner: "only this worker has the stored response that the request continues",
   only_worker: "it was the only routable worker of the model",
+  at_limit: "the workers that rank higher have as many requests as they may have",
+  handed_over: "another worker computes the prompt, which costs less",
+  over_threshold: "another worker computes the prompt, which has more uncached tokens than the threshold",
+  no_prefill_worker: "no prefill worker serves, so this worker computes the prompt, too",
+  no_decode_worker: "no decode worker serves, so a prefill worker does the whole request",
+  decode_side_full: "the decode workers lack KV memory, so a prefill worker does the whole request",
 };
 
 export const TERMS = {
@@ -60,9 +66,24 @@ export function sentences(entry) {
   said.push(
     `The gateway expected ${first.worker} to hold ${count(first.matched_tokens)} of its ${count(entry.prompt_tokens)} prompt tokens${tiers(first)}.`,
   );
+  if (entry.prefill_worker) said.push(...legs(entry));
   said.push(arithmetic(first));
   if (second) said.push(difference(first, second, entry));
   said.push(outcome(entry, first));
+  return said;
+}
+
+// What happened to the parts of a request whose prompt another worker was to compute.
+function legs(entry) {
+  const { prefill_worker: other, prefill_cached_tokens: cached, handover_fallback: why } = entry;
+  const expected = `${other} was to compute the prompt; it was expected to hold ${count(entry.prefill_matched_tokens)} tokens`;
+  const reported = cached === null ? "." : `, and reported ${count(cached)}.`;
+  const said = [expected + reported];
+  if (why) said.push(`Handing over failed (${why}).`);
+  if (entry.prefill_s !== null) {
+    const then = entry.transfer_s === null ? "" : `; the answer began ${seconds(entry.transfer_s)} later`;
+    said.push(`${other} needed ${seconds(entry.prefill_s)}, and ${count(entry.moved_tokens)} tokens were to move to ${entry.worker}${then}.`);
+  }
   return said;
 }
 
@@ -101,6 +122,9 @@ function difference(first, second, entry) {
 }
 
 function outcome(entry, first) {
+  if (entry.prefill_worker && !entry.handover_fallback) {
+    return "No answer says what a decode worker held; its metrics have the sum of the tokens that it got.";
+  }
   if (entry.cached_tokens === undefined || entry.cached_tokens === null) {
     return "The worker did not report how many tokens were cached, so the prediction cannot be checked.";
   }
