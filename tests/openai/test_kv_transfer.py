@@ -75,6 +75,23 @@ def test_the_first_leg_drops_what_does_not_fit_one_token() -> None:
     assert (first["n"], first["stream_options"], first["min_tokens"], first["max_tokens"]) == (1, None, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [], "logprobs": True, "top_logprobs": 2}),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 2}),
+    ],
+)
+def test_only_the_second_leg_asks_for_logprobs(path, body) -> None:
+    request = request_of(body, path)
+
+    first = json.loads(NixlPull().first_leg(request.body, request))
+    second = json.loads(NixlPull().second_leg(request.body, request, GIVEN))
+
+    assert [first[name] for name in ("logprobs", "top_logprobs") if name in body] == [None] * (len(body) - 1)
+    assert {name: second[name] for name in body} == body
+
+
 def test_other_bytes_stay_as_they_came() -> None:
     body = b'{ "messages" : [ {"role":"user","content":"\\u00e9 \\"stream\\":1"} ],"stream" :true , "x":1.50}'
     request = request_of(body)
@@ -181,7 +198,7 @@ def test_parameters_that_are_no_object_are_refused(value) -> None:
         (CHAT, {"messages": []}, True),
         (CHAT, {"messages": [], "prompt_logprobs": None, "echo": False}, True),
         (CHAT, {"messages": [], "prompt_logprobs": 1}, False),
-        (CHAT, {"messages": [], "logprobs": True}, False),
+        (CHAT, {"messages": [], "logprobs": True, "top_logprobs": 2}, True),
         (COMPLETIONS, {"prompt": "x", "echo": True}, False),
         (COMPLETIONS, {"prompt": "x", "use_beam_search": True}, False),
         ("/v1/responses", {"input": "x", "previous_response_id": "r"}, False),

@@ -38,14 +38,14 @@ _REPLACED: Final = {
         "stream_options",
         "min_tokens",
         "store",
+        "logprobs",
+        "top_logprobs",
     )
 }
 _SEARCHED_BYTES: Final = 32_768
 """In larger bodies members are appended, not replaced: to find each one costs a decoding of the body."""
 _FORBIDDING: Final = (
     "prompt_logprobs",
-    # Such requests did not end in time on two real engines (vLLM 0.32, CPU); the cause is unknown.
-    "logprobs",
     "echo",
     "use_beam_search",
     "previous_response_id",
@@ -281,6 +281,11 @@ def _one_token(request: InferenceRequest) -> dict[TopLevelMember, bytes]:
         members[_REPLACED["stream_options"]] = b"null"
     if "min_tokens" in fields:
         members[_REPLACED["min_tokens"]] = b"0"
+    for name in ("logprobs", "top_logprobs"):
+        # Nobody sees this token. An engine's first request with logprobs compiles a kernel, and all other
+        # requests wait meanwhile (vLLM 0.32, v1/sample/ops/logprobs.py): a prefill worker never needs it.
+        if name in fields:
+            members[_REPLACED[name]] = b"null"
     if request.endpoint.stores_response:
         members[_REPLACED["store"]] = b"false"
     return members
