@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.cache_servers import ReportingServer
 from tests.support.certificates import Authority
 from tests.support.programs import program
 from tests.support.redis import RedisServer, redis_server
@@ -424,6 +425,84 @@ async def test_a_gateway_starts_without_redis_and_joins_later():
         assert (await chat(one, "Hello?")).status_code == 200
         server.proceed()
         await until(lambda: all_alive(running), within_s=DEADLINE_S)
+
+
+CHUNK = 16
+PROMPT = random.Random(7).choices(range(10, 900), k=10 * CHUNK + 5)
+
+
+def coordinator(port: int) -> tuple[str, ...]:
+    """The options of a gateway that LMCache can report to."""
+    options = {
+        "routing.strategy": "kvaware",
+        "tokens.timeout_ms": 10_000,
+        "lmcache.coordinator.enabled": "true",
+        "lmcache.coordinator.listen": f"127.0.0.1:{port}",
+    }
+    return tuple(part for name, value in options.items() for part in ("--set", f"{name}={value}"))
+
+
+async def in_l1(at: Gateway, tokens: Sequence[int]) -> int:
+    """Tokens of a prompt that this gateway places in the L1 of worker w0."""
+    body = {"model": MODEL, "prompt": list(tokens), "max_tokens": 4}
+    explained = (await at.client.post("/v1/route/explain", json=body)).json()
+    (row,) = (row for row in explained["ranking"] if row["worker"] == "w0")
+    return int((row["tiers"] or {}).get("l1", 0))
+
+
+async def test_another_gateway_takes_over_the_reports_of_lmcache():
+    """Its map is that of the gateway that has died, once LMCache's next report shows that none is missing."""
+    ports = [free_port() for _ in range(3)]
+    async with redis_server() as server, sims(2) as workers, AsyncExitStack() as stack:
+
+        def start(number: int) -> Any:
+            return gateway(f"g{number}", server.url, workers, *coordinator(ports[number]))
+
+        one, two = await enter(stack, *map(start, range(2)))
+        lmcache = ReportingServer("w0", f"127.0.0.1:{ports[0]}", CHUNK)
+        await lmcache.beat()
+        await lmcache.store(PROMPT)
+        await lmcache.delete(PROMPT[: 2 * CHUNK])
+        await lmcache.store(PROMPT[: 2 * CHUNK])
+
+        def sees(at: Gateway, tokens: int, prompt: Sequence[int] = PROMPT) -> Any:
+            async def seen() -> bool:
+                return await in_l1(at, prompt) == tokens
+
+            return seen
+
+        await until(sees(one, 10 * CHUNK), within_s=DEADLINE_S)
+        await until(sees(two, 10 * CHUNK), within_s=DEADLINE_S)
+        one.process.send_signal(signal.SIGKILL)
+        await one.process.wait()
+        await until(sees(two, 0), within_s=3)
+        assert "LMCache server 'w0': not_reporting" in (await two.answer("/ready"))["notes"]
+
+        lmcache.coordinator = f"127.0.0.1:{ports[1]}"
+        await lmcache.beat()  # 404
+        await lmcache.beat()
+        await until(sees(two, 10 * CHUNK), within_s=DEADLINE_S)
+        (three,) = await enter(stack, start(2))
+        await until(sees(three, 10 * CHUNK), within_s=DEADLINE_S)
+        await lmcache.delete(PROMPT)
+        for each in (two, three):
+            await until(sees(each, 0), within_s=DEADLINE_S)
+        await lmcache.store(PROMPT[: 4 * CHUNK])
+        for each in (two, three):
+            await until(sees(each, 4 * CHUNK), within_s=DEADLINE_S)
+        assert lmcache.lost == 0
+
+        await server.kill()  # the reports of this time are in no message
+        await lmcache.store(PROMPT)
+        await until(sees(two, 10 * CHUNK), within_s=DEADLINE_S)
+        await until(sees(three, 0), within_s=DEADLINE_S)
+        await server.start()
+
+        async def is_whole_again() -> bool:
+            await lmcache.beat()  # every 5 s in life
+            return await in_l1(three, PROMPT) == 10 * CHUNK
+
+        await until(is_whole_again, within_s=DEADLINE_S)
 
 
 async def test_several_processes_of_two_gateways_share_everything():

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from tests.support.sockets import tcp_server
 
-from kvroute.blocks.chunks import ChunkScheme, chunk_keys
+from kvroute.blocks.chunks import ChunkScheme, chunk_keys, chunk_names
 from kvroute.wire import lmcache_controller as wire
 
 
@@ -69,6 +69,69 @@ class CacheServers:
                     "capacity_revision": 1,
                 }
                 assert (await client.post("/events", json={"batches": [batch]})).json()["applied"] == 1
+
+
+class ReportingServer:
+    """A server that reports as LMCache 0.5.6 does (v1/mp_coordinator/registrar.py, cache_events.py).
+
+    It registers with the first `beat`, and with the next one after a 404; each registration is followed by
+    its capacity. A batch that is not accepted is lost. Mutable: `coordinator` is where its URL leads now.
+    """
+
+    def __init__(self, name: str, coordinator: str, chunk_tokens: int) -> None:
+        self.coordinator = coordinator
+        self.lost = 0
+        self._name, self._scheme = name, ChunkScheme(chunk_tokens=chunk_tokens)
+        self._seq = 0
+        self._is_registered = False
+
+    async def beat(self) -> None:
+        """One interval of its heartbeats."""
+        async with self._client() as client:
+            if self._is_registered:
+                answer = await client.put(f"/instances/{self._name}/heartbeat")
+                self._is_registered = answer.status_code != 404
+                return
+            # Nothing listens at the port: `/status` is not needed.
+            instance = {"instance_id": self._name, "ip": "127.0.0.1", "http_port": 9}
+            assert (await client.post("/instances", json=instance)).status_code == 200
+        self._is_registered = True
+        await self._report("config", ())
+
+    async def store(self, tokens: Sequence[int]) -> None:
+        await self._report("store", tokens)
+
+    async def delete(self, tokens: Sequence[int]) -> None:
+        await self._report("delete", tokens)
+
+    async def _report(self, kind: str, tokens: Sequence[int]) -> None:
+        self._seq += 1
+        size = self._scheme.chunk_tokens
+        entries = [
+            {
+                "key": {"chunk_hash_hex": name.hex(), "model_name": "/models/m", "kv_rank": 0x01000100},
+                "token_ids": list(tokens[place * size : (place + 1) * size]),
+            }
+            for place, name in enumerate(chunk_names(tokens, self._scheme))
+        ]
+        batch = {
+            "instance_id": self._name,
+            "incarnation": 1000,
+            "seq": self._seq,
+            "event_type": kind,
+            "tier": "l1",
+            "backend": "dram",
+            "entries": entries,
+        }
+        try:
+            async with self._client() as client:
+                answer = await client.post("/events", json={"batches": [batch]})
+            self.lost += answer.status_code != 200
+        except httpx.TransportError:
+            self.lost += 1
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://{self.coordinator}", trust_env=False)
 
 
 class CacheInstance:

@@ -30,8 +30,11 @@ from kvroute.fleet.worker import Worker
 from kvroute.gateway.preparation import KeySpaces, TimeoutOf
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import PrefixIndex, TrustReason, trust_for
+from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.metrics import Metrics
+from kvroute.replicas.cache_reports import CacheReports
+from kvroute.replicas.channel import Channel
 from kvroute.replicas.maps import Publish, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import (
     CachePlaceMessage,
@@ -223,17 +226,19 @@ class CacheTracker:
         on_slot_removed: Callable[[int], None],
         token_timeout_s: TimeoutOf,
         rate_measured: Callable[[int, Tier, float, int], None],
-        indexes: tuple[PrefixIndex, ChunkIndex] | None = None,
+        channel: Channel | None = None,
+        indexes: tuple[PrefixIndex, CopyableChunkIndex] | None = None,
     ) -> None:
         """`on_slot_removed` gets each slot that leaves the map. `rate_measured` gets slot, tier, the mean
-        bandwidth in GB/s from the tier to the slot, and the number of measured loads. `indexes` replace the
-        default ones, for a map that is published to other processes (`replicas.maps`)."""
+        bandwidth in GB/s from the tier to the slot, and the number of measured loads. `channel` leads to the
+        gateways that LMCache's reports are forwarded to. `indexes` replace the default ones, for a map that
+        is published to other processes (`replicas.maps`)."""
         self._fleet = fleet
         self._clock = clock
         self._client = worker_client(config)
         self._index, chunks = indexes or (
             PrefixIndex(max_blocks=config.kv_events.max_index_blocks),
-            ChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
+            CopyableChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
         )
         self._on_slot_removed = on_slot_removed
         self._isolation = isolation
@@ -249,6 +254,7 @@ class CacheTracker:
             config.lmcache,
             self._background,
             rate_measured,
+            channel,
             hyperpod_lines=config.logging.hyperpod_lines,
         )
         self.caches = LiveCaches(self._index, self.lmcache.chunks, self._ingest, self.lmcache.reports_l1)
@@ -308,6 +314,11 @@ class CacheTracker:
     def _update_lmcache(self, worker: Worker, streams: Sequence[Stream]) -> None:
         if streams:
             self.lmcache.slots_changed(worker, {stream.rank: stream.slot for stream in streams})
+
+    @property
+    def reports(self) -> CacheReports | None:
+        """LMCache's reports to and from other gateways; None if there are none."""
+        return self.lmcache.reports
 
     @property
     def on_dispatch(self) -> Callable[[RouteQuery, Candidate], None] | None:

@@ -134,6 +134,8 @@ class CacheTrackerMirror:
 
     on_dispatch = None
     """No prefetching: this process has no contact with the LMCache servers."""
+    reports = None
+    """LMCache reports to the process that tracks the caches, and that one forwards it to other gateways."""
 
     def __init__(
         self,

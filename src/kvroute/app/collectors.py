@@ -241,6 +241,7 @@ def declared_families() -> Iterable[Metric]:
     yield tokenizing_metric({})
     yield from lmcache_metrics(None, {})
     yield from coordinator_metrics((), None)
+    yield shared_reports_metric({})
     yield prefetch_metric({})
     yield from l2_metrics(None)
     yield from tierd_metrics([])
@@ -445,6 +446,18 @@ def coordinator_metrics(
     ):
         rows = [] if counts is None else [((), float(number or 0))]
         yield counter(f"kvroute_lmcache_{name}", text, (), rows)
+
+
+def shared_reports_metric(counts: Mapping[str, int]) -> Metric:
+    """LMCache's reports to and from other gateways."""
+    return counter(
+        "kvroute_lmcache_shared_reports",
+        "LMCache's reports that were forwarded to other gateways, and that were followed from them; times "
+        "that forwarded batches were missed; states of servers that were copied from another gateway, or "
+        "refused.",
+        ("outcome",),
+        [((outcome,), float(number)) for outcome, number in counts.items()],
+    )
 
 
 def prefetch_metric(counts: Mapping[PrefetchOutcome, int]) -> Metric:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -16,13 +17,14 @@ from kvroute.app.collectors import (
     l2_metrics,
     lmcache_metrics,
     prefetch_metric,
+    shared_reports_metric,
     tierd_metrics,
 )
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.decision_lines import worker_registered
-from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.l2_redis import L2Target, RedisL2, targets_of
@@ -31,6 +33,8 @@ from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.server_requests import Prefetcher, RatePoller, StatusPoller
 from kvroute.lmcache.tierd import TierdFollower
+from kvroute.replicas.cache_reports import CacheReports
+from kvroute.replicas.channel import Channel
 from kvroute.routing.strategy import Candidate, ExactPrompt, Probed, RouteQuery, prefetch_of
 
 
@@ -43,25 +47,39 @@ class LMCache:
 
     def __init__(
         self,
-        chunks: ChunkIndex,
+        chunks: CopyableChunkIndex,
         client: httpx.AsyncClient,
         clock: Clock,
         options: LMCacheOptions,
         background: BackgroundTasks,
         rate_measured: Callable[[int, Tier, float, int], None],
+        channel: Channel | None,
         *,
         hyperpod_lines: bool,
     ) -> None:
-        """`rate_measured` gets slot, tier, mean bandwidth in GB/s, and the number of measured loads."""
+        """`rate_measured` gets slot, tier, mean bandwidth in GB/s, and the number of measured loads.
+
+        `channel` leads to the gateways that the reports are forwarded to; None if there are no others.
+        """
         self.chunks = chunks
         self._options = options
         self._background = background
         self._report_rate = rate_measured
         announce = worker_registered if hyperpod_lines else None
-        self._coordinator: Coordinator | None = None
-        if options.coordinator.enabled:
-            self._coordinator = Coordinator(self.chunks, clock, options)
-            self._app = CoordinatorApp(self._coordinator, clock, options.coordinator)
+        self._coordinator = Coordinator(chunks, clock, options) if options.coordinator.enabled else None
+        self._controller: Controller | None = None
+        if options.controller.enabled:
+            self._controller = Controller(
+                chunks, clock, options.controller, on_registered=announce or _ignore_registration
+            )
+        self.reports: CacheReports | None = None
+        """The reports to and from other gateways."""
+        if channel is not None and (self._coordinator or self._controller):
+            self.reports = CacheReports(
+                chunks, self._coordinator, self._controller, channel, channel.id.hex(), clock
+            )
+        if self._coordinator is not None:
+            self._app = CoordinatorApp(self._coordinator, clock, options.coordinator, self.reports)
             self._server = CoordinatorServer(self._app, self._coordinator, self.chunks, options.coordinator)
             self._watch = StatusPoller(self._coordinator, client, clock, options.coordinator)
             self._rates = RatePoller(
@@ -75,12 +93,8 @@ class LMCache:
         self._prefetcher: Prefetcher | None = None
         if self._coordinator is not None and options.prefetch.enabled:
             self._prefetcher = Prefetcher(self._coordinator, client, clock, options.prefetch)
-        self._controller: Controller | None = None
-        if options.controller.enabled:
-            self._controller = Controller(
-                self.chunks, clock, options.controller, on_registered=announce or _ignore_registration
-            )
-            self._sockets = ControllerSockets(self._controller, clock, options.controller)
+        if self._controller is not None:
+            self._sockets = ControllerSockets(self._controller, clock, options.controller, self.reports)
         self._tierd: TierdFollower | None = None
         if self._controller is not None and options.tierd.urls:
             self._tierd = TierdFollower(
@@ -115,6 +129,8 @@ class LMCache:
             self._background.start("LMCache status", lambda: self._watch.run(self._app.registered))
             if self._options.coordinator.rates_interval_s:
                 self._background.start("LMCache bandwidths", self._rates.run)
+        if self.reports is not None:
+            self._background.start("LMCache's reports of other gateways", self.reports.run)
         if self._tierd is not None:
             self._background.start("tierd", self._tierd.run)
         if self._prefetcher is not None:
@@ -223,9 +239,9 @@ class LMCache:
         notes = []
         if self._coordinator is not None:
             notes += [
-                f"LMCache server {each.id!r}: {each.doubt}"
+                f"LMCache server {each.id!r}: {each.doubt or 'not_reporting'}"
                 for each in self._coordinator.instances()
-                if each.doubt is not None
+                if each.doubt is not None or not each.is_reporting
             ]
         if self._controller is not None:
             notes += self._controller.problems()
@@ -249,6 +265,8 @@ class LMCache:
                         "id": each.id,
                         "url": f"{scheme}://{host}:{each.http_port}" if each.http_port else "",
                         "doubt": None if each.doubt is None else each.doubt.value,
+                        "is_reporting": each.is_reporting,
+                        "via": each.via or None,
                         "workers": [name for name in workers if coordinator.instance_of(name) is each],
                     }
                 )
@@ -270,6 +288,8 @@ class LMCache:
             )
         if self._tierd is not None:
             yield from tierd_metrics(self._tierd.daemons.values())
+        if self.reports is not None:
+            yield shared_reports_metric(asdict(self.reports.counts))
         if self._prefetcher is not None:
             yield prefetch_metric(self._prefetcher.counts)
         if self._redis is not None:

@@ -61,6 +61,7 @@ from kvroute.routing.router import Router
 if TYPE_CHECKING:
     from kvroute.app.cache_tracker import CacheMapPublisher
     from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
+    from kvroute.replicas.cache_reports import CacheReports
 
 
 class OverrideLog:
@@ -202,6 +203,7 @@ class Replica:
         self._overrides = OverrideLog(f"{number}/{os.urandom(4).hex()}")
         self._map_publisher: CacheMapPublisher | None = None
         self._mirror: CacheTrackerMirror | None = None
+        self._reports: CacheReports | None = None
         # Processes of a gateway that start together are in sync: no request was dispatched yet.
         self._is_synced = generation == 0 and channel is None
         self._needs_snapshot = not self._is_synced
@@ -224,8 +226,10 @@ class Replica:
         clock: Clock,
         map_publisher: CacheMapPublisher | None,
         mirror: CacheTrackerMirror | None,
+        reports: CacheReports | None,
     ) -> None:
         """Connect the services that the other processes' messages change."""
+        self._reports = reports
         self._fleet, self._router, self._health = fleet, router, health
         self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
@@ -242,6 +246,7 @@ class Replica:
             SnapshotRequest: self._on_snapshot_request,
             RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, self.groups, recent),
             InSync: self._on_in_sync,
+            **({} if reports is None else reports.handlers),
         }
         fleet.subscribe_admin_overrides(self._overrides_changed)
         fleet.subscribe(self._fleet_changed)
@@ -377,6 +382,8 @@ class Replica:
 
     def on_link_lost(self, peer: PeerId) -> None:
         self._peer_decisions.lost(peer)
+        if self._reports is not None:
+            self._reports.on_link_lost(peer)
         if peer == self._snapshot_source and self._needs_snapshot:
             self._snapshot_source = None
         if peer == TRACKING_PROCESS and self._mirror is not None:
@@ -390,7 +397,7 @@ class Replica:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_snapshot(self, peer: PeerId) -> None:
-        """Send the route history and the owners of responses, then `InSync`."""
+        """Send the route history, the owners of responses and LMCache's reports, then `InSync`."""
         # In several messages, so that streams are relayed in between. New dispatches reach that process
         # anyway.
         owners = [Owner(response_id, worker) for response_id, worker in self.owners.latest(_OWNERS)]
@@ -403,6 +410,8 @@ class Replica:
             await asyncio.sleep(0)
             if self.channel is not None and isinstance(peer, str):
                 await self.channel.has_room()
+        if self._reports is not None and isinstance(peer, str):
+            await self._reports.send_states(peer)
         self.send(peer, InSync())
 
     def _on_in_sync(self, peer: PeerId, _: InSync) -> None:

@@ -272,9 +272,9 @@ class Runtime:
         config, clock, replica = self._config, self._clock, self._replica
         limits = self._isolation, self._slot_removed, self._token_timeout_s
         shared = (config, self.fleet, self.metrics, clock, *limits)
-        mesh = None if replica is None else replica.mesh
+        mesh, channel = (None, None) if replica is None else (replica.mesh, replica.channel)
         if replica is None or mesh is None:
-            return CacheTracker(*shared, self._rate_measured)
+            return CacheTracker(*shared, self._rate_measured, channel)
         from kvroute.app.cache_tracker import CacheMapPublisher
         from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
         from kvroute.app.replica import TRACKING_PROCESS
@@ -284,19 +284,19 @@ class Runtime:
                 *shared, self._bandwidth_received, lambda message: mesh.send(TRACKING_PROCESS, message)
             )
             return mirror
-        max_chunks = config.lmcache.coordinator.max_chunks
         self._map_publisher = map_publisher = CacheMapPublisher(
-            mesh.publish, clock, config.kv_events, max_chunks=max_chunks
+            mesh.publish, clock, config.kv_events, max_chunks=config.lmcache.coordinator.max_chunks
         )
         cache_tracker = CacheTracker(
-            *shared, self._rate_measured, (map_publisher.blocks, map_publisher.chunks)
+            *shared, self._rate_measured, channel, (map_publisher.blocks, map_publisher.chunks)
         )
         map_publisher.attach_tracker(cache_tracker, self.fleet)
         return cache_tracker
 
     def _attach_replica(self, replica: Replica) -> None:
+        reports = self.cache_tracker.reports if self.cache_tracker else None
         replica.attach_services(
-            self.fleet, self.router, self.health, self._clock, self._map_publisher, self._mirror
+            self.fleet, self.router, self.health, self._clock, self._map_publisher, self._mirror, reports
         )
         replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry

@@ -1,4 +1,4 @@
-"""The map as bytes: which blocks the workers held, for a later process to start from. Pure.
+"""The map as bytes: blocks for a later process to start from, and chunks for another process. Pure.
 
 A file is a head and a sequence of frames. Each frame has its kind, its length and a checksum over kind,
 length and payload; the last frame has the number of the others. The frames of a stream follow its
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from struct import Struct as Packing
 from typing import Final, NamedTuple, TypeAlias
@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.errors import WireError
+from kvroute.index.chunk_index import SHARD_MASK, ChunkHolder, ChunkIndex
 from kvroute.wire.vllm import ExternalBlockHash
 
 VERSION: Final = 2
@@ -217,3 +218,54 @@ def _keys(packed: bytes) -> Sequence[BlockKey]:
     keys = array("Q")
     keys.frombytes(packed)
     return keys  # type: ignore[return-value]
+
+
+_ENTRY_BYTES: Final = 9
+"""A key of `ChunkIndex`'s hash tables: a 64-bit chunk key, signed or unsigned, XOR a 64-bit number."""
+
+
+def pack_entries(entries: Iterable[int]) -> bytes:
+    """Keys of `ChunkIndex`'s hash tables as bytes, for `CopyableChunkIndex.store_entries`."""
+    return b"".join([entry.to_bytes(_ENTRY_BYTES, "little", signed=True) for entry in entries])
+
+
+class CopyableChunkIndex(ChunkIndex):
+    """A `ChunkIndex` whose chunks can be copied to another process."""
+
+    def entries_of(self, holder: ChunkHolder) -> Iterator[bytes]:
+        """The chunks of `holder`, packed; each piece has those of one of the 256 tables.
+
+        A chunk that is stored or removed between two pieces may be in them or not.
+        """
+        bit = holder.bit
+        for shard in self._shards:
+            if not bit or holder.bit != bit:
+                return
+            found = [entry for entry, mask in shard.items() if mask & bit]
+            if found:
+                yield pack_entries(found)
+
+    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
+        """All `holders` have the packed chunks. About 0.5 us a chunk."""
+        bits = 0
+        for holder in holders:
+            bits |= holder.bit or self._open(holder)
+        shards, masks, live = self._shards, self._masks, self._live
+        for start in range(0, len(entries), _ENTRY_BYTES):
+            entry = int.from_bytes(entries[start : start + _ENTRY_BYTES], "little", signed=True)
+            shard = shards[entry & SHARD_MASK]
+            known = shard.get(entry)
+            if known is None:
+                if self._chunks >= self._max_chunks:
+                    self._dropped += 1
+                    continue
+                self._chunks += 1
+            before = (known or 0) & live
+            mask = before | bits
+            if mask != known:
+                shard[entry] = masks.setdefault(mask, mask)
+            if mask != before:
+                for holder in holders:
+                    if not before & holder.bit:
+                        holder.chunks += 1
+                        self._held += 1

@@ -323,9 +323,46 @@ class Controller:
         """
         self.counts.messages += 1
         reply = self._handlers[type(message)](message)
+        self._resume(message, "")
         if heartbeat_url and isinstance(reply, wire.RegisterReply):
             return wire.RegisterReply(extra_config={"heartbeat_url": heartbeat_url})
         return reply
+
+    def follow(self, message: wire.Message, via: str) -> bool:
+        """Handle a message that the member `via` of the fleet has answered and forwarded.
+
+        True if the rank shall send all its chunks again: only `via` can request that.
+        """
+        is_wanted = False
+        if isinstance(message, wire.Heartbeat):
+            rank = self._note_heartbeat(message)
+            is_wanted = rank.needs_sync and not rank.is_syncing
+        else:
+            self._handlers[type(message)](message)
+        self._resume(message, via)
+        return is_wanted
+
+    def want_sync(self, sender: wire.Sender) -> None:
+        """Another member of the fleet lacks chunks of this rank: the next heartbeat requests them all."""
+        found = self._roster.get(sender)
+        if found is not None:
+            found[1].sync_wanted = True
+
+    def lost(self, via: str) -> None:
+        """A member of the fleet is lost: the chunks of the ranks that reported to it do not count until a
+        report comes another way. Then the rank is asked for all its chunks."""
+        for _, rank in self._roster.ranks():
+            if rank.via == via:
+                rank.is_reporting, rank.predates_controller = False, True
+        self._roster.update_attachments()
+
+    def _resume(self, message: wire.Message, via: str) -> None:
+        found = self._roster.get(message)
+        if found is not None:
+            found[1].via = via
+            if not found[1].is_reporting:
+                found[1].is_reporting = True
+                self._roster.update_attachments()
 
     def on_unreadable(self, payload: bytes) -> None:
         """Count an unreadable message. If a location can be read from it, that location is reset."""
@@ -357,19 +394,23 @@ class Controller:
 
     def _heartbeat(self, message: wire.Heartbeat) -> wire.HeartbeatReply:
         self.counts.heartbeats += 1
-        _, rank = self._roster.get_or_add(message)
-        if not rank.ip:
-            self._set_address(rank, message)
-        now = rank.last_heartbeat = self._clock.now()
+        rank, now = self._note_heartbeat(message), self._clock.now()
         is_requested = (
             rank.sync_requested_at is not None and now - rank.sync_requested_at < self._options.sync_timeout_s
         )
-        if is_requested or rank.is_syncing or not rank.needs_sync:
+        if is_requested or rank.is_syncing or not (rank.needs_sync or rank.sync_wanted):
             return wire.HeartbeatReply()
-        rank.sync_requested_at = now
+        rank.sync_requested_at, rank.sync_wanted = now, False
         self.counts.syncs_requested += 1
         reason = "controller_restart" if rank.predates_controller else "operations_missing"
         return wire.HeartbeatReply(commands=[wire.FullSyncCommand(reason=reason)])
+
+    def _note_heartbeat(self, message: wire.Heartbeat) -> Rank:
+        _, rank = self._roster.get_or_add(message)
+        if not rank.ip:
+            self._set_address(rank, message)
+        rank.last_heartbeat = self._clock.now()
+        return rank
 
     def _deregister(self, message: wire.DeRegister) -> None:
         found = self._roster.get(message)

@@ -166,6 +166,7 @@ class Rank:
 
     __slots__ = (
         "ip",
+        "is_reporting",
         "last_heartbeat",
         "locations",
         "number",
@@ -175,6 +176,8 @@ class Rank:
         "previous",
         "registered_at",
         "sync_requested_at",
+        "sync_wanted",
+        "via",
     )
 
     def __init__(self, number: int, registered_at: float, *, predates_controller: bool) -> None:
@@ -187,6 +190,12 @@ class Rank:
         self.last_heartbeat: float | None = None
         self.sync_requested_at: float | None = None
         """When the controller last requested a full synchronisation, in seconds of its clock."""
+        self.sync_wanted = False
+        """Another gateway that follows the rank's reports needs a full synchronisation."""
+        self.via = ""
+        """The member of the fleet that forwards the rank's reports; empty if they arrive here."""
+        self.is_reporting = True
+        """False after this member was lost, until a report comes another way: the chunks do not count."""
         self.predates_controller = predates_controller
         """The process started before the controller, so it may hold chunks that it never reported here."""
         self.previous: dict[str, int | None] = {}

@@ -210,7 +210,10 @@ class Roster:
         self._names_of, self.unclear = match_instances(self._slots, self._instance_addresses())
         domain = (self._space.scheme, self._space.model)
         required = {
-            (slot, known.instance.holder) for slot in self._names_of for known in self.instances_of(slot)
+            (slot, known.instance.holder)
+            for slot in self._names_of
+            for known in self.instances_of(slot)
+            if all(rank.is_reporting for rank in known.instance.ranks.values())
         }
         for slot, holder in self._attached - required:
             self._index.detach(slot, holder)

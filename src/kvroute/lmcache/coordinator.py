@@ -4,6 +4,9 @@ The rules are those of LMCache 0.5.6 (v1/mp_coordinator). A server registers, se
 batches of cache events. A batch with a higher incarnation means a restart with empty memory, a batch with a
 lower one is stale, and a number that was applied before is a duplicate. The protocol has no replay: after a
 lost batch the coordinator drops the server's chunks and adds only those that the server reports from then on.
+
+A server reports to one gateway. If the gateway shares with others, it forwards the reports, and the others
+follow them here with the same rules (`replicas/cache_reports.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.membership import (
     Attachments,
     Doubt,
@@ -30,7 +34,13 @@ from kvroute.lmcache.membership import (
     StoredModel,
 )
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration, ServerStatus
+from kvroute.wire.lmcache_server import (
+    CacheEvents,
+    CacheServerAlive,
+    CacheServerState,
+    ServerRegistration,
+    ServerStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +143,12 @@ class Coordinator:
         known = self._instances.get(instance_id)
         again = known is not None and known.registered
         instance = known or self._add(instance_id)
-        if again and instance.memory.objects:
+        if again and instance.memory.objects and instance.is_reporting:
             # Either the server was restarted with empty memory, or our answer was lost and its memory is as
             # before. Events before the first registration are no sign of a restart: a server tries to
             # register every 5 s and reports events from its start.
             self._clear_memory(instance, Doubt.REGISTERED_AGAIN)
-        instance.registered = True
+        instance.registered, instance.via = True, ""
         instance.address, instance.http_port = message.ip.strip(), message.http_port
         instance.last_message_at = self._clock.now()
         log.info(
@@ -150,10 +160,12 @@ class Coordinator:
     def heartbeat(self, instance_id: str) -> bool:
         """Note a heartbeat. False if the server is not registered: it then registers again."""
         instance = self._instances.get(instance_id)
-        if instance is None or not instance.registered:
+        # A server that is not reporting registers again, too: then it reports its capacity, in a batch whose
+        # number shows whether others were lost (LMCache 0.5.6, `on_registered`).
+        if instance is None or not instance.registered or not instance.is_reporting:
             self.counts.unknown_heartbeats += 1
             return False
-        instance.last_message_at = self._clock.now()
+        instance.last_message_at, instance.via = self._clock.now(), ""
         return True
 
     def deregister(self, instance_id: str) -> None:
@@ -177,10 +189,17 @@ class Coordinator:
                 pool.held.clear()
                 del self._pools[key]
 
-    def admit(self, batch: CacheEvents) -> BatchOutcome:
-        """Whether to apply this batch. Call it once for each sequence number, before `apply`."""
+    def admit(self, batch: CacheEvents, via: str = "") -> BatchOutcome:
+        """Whether to apply this batch. Call it once for each sequence number, before `apply`.
+
+        `via` is the member that has forwarded it; empty: it came from the server.
+        """
         outcome = self._admit(batch)
         self.counts.batches[outcome] += 1
+        if outcome is BatchOutcome.APPLIED:
+            instance = self._instances[batch.instance_id]
+            instance.via = via
+            self._resume(instance)
         return outcome
 
     def apply(self, batch: CacheEvents) -> None:
@@ -189,6 +208,9 @@ class Coordinator:
         instance = self._instances.get(batch.instance_id)
         if instance is None or instance.incarnation != batch.incarnation or instance.last_seq != batch.seq:
             return
+        self._apply(instance, batch)
+
+    def _apply(self, instance: LMCacheServer, batch: CacheEvents) -> None:
         kind, events = batch.event_type, self.counts.events
         if kind not in _KINDS or batch.tier not in ("l1", "l2"):
             self.counts.unknown += 1
@@ -196,7 +218,11 @@ class Coordinator:
         events[kind] = events.get(kind, 0) + len(batch.entries)
         if kind == "access":
             return  # can arrive after the deletion of the same object (observed with LMCache 0.5.6)
-        held = instance.memory if batch.tier == "l1" else self._pool(instance, batch).held
+        held = (
+            instance.memory
+            if batch.tier == "l1"
+            else self._pool(instance, batch.backend, shared=batch.shared).held
+        )
         layout_changes = held.layout_changes
         if kind == "delete":
             held.remove(instance.scheme, batch.entries)
@@ -234,6 +260,103 @@ class Coordinator:
             log.info("the map of LMCache server %s is complete again", instance_id)
             instance.doubt = None
 
+    # Reports that other members of the fleet forward
+
+    def follow(self, alive: CacheServerAlive, via: str) -> bool:
+        """A server has reported to the member `via` that it is alive.
+
+        True if the map of the server is whole there, and not here.
+        """
+        instance = self._instances.get(alive.server) or self._add(alive.server)
+        if not instance.registered or (instance.address, instance.http_port) != (alive.address, alive.port):
+            instance.registered = True
+            instance.address, instance.http_port = alive.address, alive.port
+            self._update_attachments()
+        instance.last_message_at, instance.via = self._clock.now(), via
+        self.learn_chunk_size(alive.server, alive.chunk_tokens)
+        if alive.incarnation is None:
+            return False
+        known = (-1 if instance.incarnation is None else instance.incarnation, instance.last_seq)
+        if known < (alive.incarnation, alive.seq):
+            self.mute(instance.id)
+        elif known == (alive.incarnation, alive.seq) and alive.is_whole and instance.doubt is None:
+            self._resume(instance)
+        return alive.is_whole and instance.trust is not MapTrust.WHOLE
+
+    def learn_chunk_size(self, server: str, tokens: int) -> None:
+        """Another member knows a server's chunk size; 0: it does not."""
+        instance = self._instances.get(server)
+        if instance is not None and tokens and not instance.scheme_known:
+            self._set_chunk_size(instance, tokens)
+
+    def mute(self, server: str) -> None:
+        """Batches of a server did not arrive: its chunks do not count until its next batch."""
+        instance = self._instances.get(server)
+        if instance is not None and instance.is_reporting:
+            instance.is_reporting = False
+            log.warning("reports of LMCache server %s are missing: its chunks do not count", server)
+            self._update_attachments()
+
+    def lost(self, via: str) -> None:
+        """A member of the fleet is lost: the chunks of the servers that reported to it do not count until
+        their next batches come through another one."""
+        muted = [each for each in self._instances.values() if each.via == via and each.is_reporting]
+        for instance in muted:
+            instance.is_reporting = False
+        if muted:
+            log.warning(
+                "the gateway that %d LMCache servers reported to is lost: their chunks do not count",
+                len(muted),
+            )
+            self._update_attachments()
+
+    def distrust(self, server: str) -> None:
+        """A part of a batch of a server did not arrive."""
+        instance = self._instances.get(server)
+        if instance is not None:
+            self._lose(instance, Doubt.LOST_EVENTS)
+
+    def adopt(
+        self, state: CacheServerState, memory: HeldChunks, later: Sequence[CacheEvents], via: str
+    ) -> None:
+        """Replace the map of a server by that of another member, and apply the batches since.
+
+        `via` is the member that the server reports to, by that state.
+        """
+        instance = self._instances.get(state.server) or self._add(state.server)
+        is_newer = instance.incarnation == state.incarnation and instance.last_seq > state.seq
+        if not is_newer and not (instance.registered and not instance.via):
+            instance.via = via
+        if not instance.registered and state.address:
+            instance.registered = True
+            instance.address, instance.http_port = state.address, state.port
+        if instance.memory is not memory:
+            instance.memory.clear()
+            instance.memory = memory
+        instance.incarnation = state.incarnation
+        instance.last_seq = instance.last_seq if is_newer else state.seq
+        instance.scheme, instance.scheme_known = ChunkScheme(BLAKE3, state.chunk_tokens), True
+        instance.doubt, instance.agreed_seq = None, -1
+        instance.last_message_at = self._clock.now()
+        instance.is_reporting = state.is_reporting or is_newer
+        for batch in later:
+            reader = self._instances.get(batch.instance_id)
+            if reader is not None and reader.incarnation == batch.incarnation:
+                self._apply(reader, batch)
+        log.info("the map of LMCache server %s is that of another gateway", state.server)
+        self._update_attachments()
+
+    def pool_of(self, state: CacheServerState, backend: str, *, shared: bool) -> HeldChunks:
+        """The L2 pool of a server whose state another member sends."""
+        instance = self._instances.get(state.server) or self._add(state.server)
+        return self._pool(instance, backend, shared=shared).held
+
+    def _resume(self, instance: LMCacheServer) -> None:
+        if not instance.is_reporting:
+            instance.is_reporting = True
+            log.info("LMCache server %s reports again", instance.id)
+            self._update_attachments()
+
     def _free_id(self) -> str:
         return next(name for number in self._id_numbers if (name := f"mp-{number}") not in self._instances)
 
@@ -254,6 +377,12 @@ class Coordinator:
         """Remove the server's L1 chunks from the index, and mark the map as incomplete."""
         instance.memory.clear()
         self._set_doubt(instance, doubt)
+
+    def _lose(self, instance: LMCacheServer, doubt: Doubt) -> None:
+        """Batches were lost: remove the chunks of all of the server's stores."""
+        self._clear_memory(instance, doubt)
+        for pool in instance.pools.values():
+            pool.held.clear()
 
     def _set_doubt(self, instance: LMCacheServer, doubt: Doubt) -> None:
         instance.doubt = doubt
@@ -279,9 +408,7 @@ class Coordinator:
         if batch.seq != instance.last_seq + 1:
             # The lost batches may have contained deletions from any of the server's stores.
             self.counts.gaps += 1
-            self._clear_memory(instance, Doubt.LATE if first and before is None else Doubt.LOST_EVENTS)
-            for pool in instance.pools.values():
-                pool.held.clear()
+            self._lose(instance, Doubt.LATE if first and before is None else Doubt.LOST_EVENTS)
         instance.last_seq = batch.seq
         return BatchOutcome.APPLIED
 
@@ -294,12 +421,12 @@ class Coordinator:
             instance.stale_since = now
         return now - instance.stale_since > self._options.coordinator.heartbeat_timeout_s
 
-    def _pool(self, instance: LMCacheServer, batch: CacheEvents) -> L2Pool:
-        pool = instance.pools.get(batch.backend)
+    def _pool(self, instance: LMCacheServer, backend: str, *, shared: bool) -> L2Pool:
+        pool = instance.pools.get(backend)
         if pool is None:
-            backend, names = batch.backend, self._options.pools
+            names = self._options.pools
             name = names.get(f"{instance.id}/{backend}") or names.get(backend) or ""
-            owner = "" if name or batch.shared else instance.id
+            owner = "" if name or shared else instance.id
             name = name or backend
             pool = self._pools.get((owner, name))
             if pool is None:

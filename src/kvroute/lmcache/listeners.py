@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, MutableMap
 from contextlib import contextmanager
 from ipaddress import ip_address
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -21,7 +21,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
 from kvroute.lmcache.options import ControllerOptions, CoordinatorOptions
-from kvroute.wire.lmcache_controller import ErrorReply, Register, Reply, decode, encode, split
+from kvroute.wire.lmcache_controller import ErrorReply, Message, Register, Reply, decode, encode, split
 from kvroute.wire.lmcache_server import CacheEvents, decode_events, decode_registration
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,24 @@ closes a connection that is idle for 5 s (LMCache 0.5.6, httpx). If we closed it
 events could be lost, and the protocol has no replay."""
 
 
+class ReportObserver(Protocol):
+    """Learns what LMCache has reported here, after it was applied."""
+
+    def alive(self, server: str) -> None:
+        """The server has registered, or sent a heartbeat."""
+        ...
+
+    def left(self, server: str) -> None: ...
+
+    def applied(self, batch: CacheEvents, *, is_last: bool) -> None:
+        """A piece of a batch of a server; `is_last`: of its last piece."""
+        ...
+
+    def handled(self, message: Message, payload: bytes) -> None:
+        """A message of an in-process LMCache."""
+        ...
+
+
 class CoordinatorApp:
     """An ASGI application with the routes that LMCache 0.5.6's servers call (v1/mp_coordinator/http_apis).
 
@@ -47,8 +65,15 @@ class CoordinatorApp:
     time. Mutable: `malformed` counts refused messages.
     """
 
-    def __init__(self, coordinator: Coordinator, clock: Clock, options: CoordinatorOptions) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clock: Clock,
+        options: CoordinatorOptions,
+        observer: ReportObserver | None = None,
+    ) -> None:
         self.malformed = 0
+        self._observer = observer
         self._coordinator = coordinator
         self._clock = clock
         self._options = options
@@ -79,10 +104,14 @@ class CoordinatorApp:
             case "PUT", _ if path.startswith("/instances/") and path.endswith("/heartbeat"):
                 instance_id = instance_id.removesuffix("/heartbeat")
                 if self._coordinator.heartbeat(instance_id):
+                    if self._observer is not None:
+                        self._observer.alive(instance_id)
                     return 200, {"instance_id": instance_id}
                 return 404, {"error": f"unknown instance {instance_id}; re-register"}
             case "DELETE", _ if path.startswith("/instances/"):
                 self._coordinator.deregister(instance_id)
+                if self._observer is not None:
+                    self._observer.left(instance_id)
                 return 204, None
             case "GET", "/healthz" | "/healthcheck" | "/health":
                 return 200, {"status": "healthy"}
@@ -99,6 +128,8 @@ class CoordinatorApp:
         except WireError as error:
             return self._unreadable(error)
         self.registered.set()
+        if self._observer is not None:
+            self._observer.alive(instance_id)
         return 200, {"instance_id": instance_id, "re_registered": again}
 
     async def _events(self, receive: _Receive) -> tuple[int, object]:
@@ -123,13 +154,15 @@ class CoordinatorApp:
     ) -> Generator[None, None, None]:
         last: tuple[str, int, int] | None = None
         outcome = BatchOutcome.STALE
-        for batch in batches:
-            number = batch.instance_id, batch.incarnation, batch.seq
+        numbers = [(batch.instance_id, batch.incarnation, batch.seq) for batch in batches]
+        for batch, number, following in zip(batches, numbers, [*numbers[1:], None], strict=True):
             if number != last:
                 last, outcome = number, self._coordinator.admit(batch)
                 outcomes[outcome] += 1
             if outcome is BatchOutcome.APPLIED:
                 self._coordinator.apply(batch)
+                if self._observer is not None:
+                    self._observer.applied(batch, is_last=following != number)
             yield
 
     async def _run_in_slices(self, steps: Generator[None, None, _T]) -> _T:
@@ -309,7 +342,14 @@ class _BoundSocket:
 class ControllerSockets:
     """Serves `controller` at the addresses in `options`. Mutable: `run` owns the sockets."""
 
-    def __init__(self, controller: Controller, clock: Clock, options: ControllerOptions) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        clock: Clock,
+        options: ControllerOptions,
+        observer: ReportObserver | None = None,
+    ) -> None:
+        self._observer = observer
         self._controller = controller
         self._clock = clock
         self._options = options
@@ -447,7 +487,10 @@ class ControllerSockets:
                 return ErrorReply(error=str(error))
             kind = type(message).__name__
             url = self._heartbeat_url(message) if isinstance(message, Register) else ""
-            return controller.handle(message, url)
+            reply = controller.handle(message, url)
+            if self._observer is not None:
+                self._observer.handled(message, payload)
+            return reply
         except Exception:
             # One worker's message must not stop the service for the others.
             controller.counts.failed += 1

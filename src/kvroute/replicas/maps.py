@@ -13,8 +13,9 @@ from typing import Final, Generic, TypeVar, cast
 
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
-from kvroute.index.chunk_index import SHARD_MASK, ChunkDomain, ChunkHolder, ChunkIndex
+from kvroute.index.chunk_index import ChunkDomain, ChunkHolder
 from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.index.snapshot import CopyableChunkIndex, pack_entries
 from kvroute.replicas.messages import (
     Attached,
     ChunksAttached,
@@ -36,8 +37,6 @@ from kvroute.replicas.messages import (
     unpack_keys,
 )
 
-_ENTRY_BYTES: Final = 9
-"""A key of `ChunkIndex`'s hash tables: a 64-bit chunk key, signed or unsigned, XOR a 64-bit number."""
 _ENTRIES_PER_MESSAGE: Final = 100_000
 
 _Holder = TypeVar("_Holder", Holder, ChunkHolder)
@@ -130,7 +129,7 @@ class PublishingPrefixIndex(PrefixIndex):
                     yield RunSnapshot(holders_of, stride * KEY_TOKENS, pack_keys(run.keys))
 
 
-class PublishingChunkIndex(ChunkIndex):
+class PublishingChunkIndex(CopyableChunkIndex):
     """A `ChunkIndex` that publishes its changes."""
 
     def __init__(self, publish: Publish, *, max_chunks: int) -> None:
@@ -170,6 +169,11 @@ class PublishingChunkIndex(ChunkIndex):
             self._publish(ChunksRemoved(self._numbers.of(holder), space, chunks))
         return removed
 
+    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
+        super().store_entries(holders, entries)
+        numbered = [(self._numbers.of(holder), int(holder.tier), holder.shared) for holder in holders]
+        self._publish(ChunksSnapshot(numbered, entries))
+
     def clear(self, holder: ChunkHolder) -> None:
         super().clear(holder)
         self._publish(ChunksCleared(self._numbers.of(holder)))
@@ -179,12 +183,10 @@ class PublishingChunkIndex(ChunkIndex):
         for slot, known in self._slots.items():
             for holder, domains in known.domains.items():
                 yield self._attached(slot, holder, domains)
-        by_mask: dict[int, list[bytes]] = {}
+        by_mask: dict[int, list[int]] = {}
         for shard in self._shards:
             for entry, mask in shard.items():
-                by_mask.setdefault(mask & self._live, []).append(
-                    entry.to_bytes(_ENTRY_BYTES, "little", signed=True)
-                )
+                by_mask.setdefault(mask & self._live, []).append(entry)
         for mask, entries in by_mask.items():
             holders = [
                 (number, int(holder.tier), holder.shared)
@@ -193,33 +195,11 @@ class PublishingChunkIndex(ChunkIndex):
             ]
             if holders:
                 for start in range(0, len(entries), _ENTRIES_PER_MESSAGE):
-                    yield ChunksSnapshot(holders, b"".join(entries[start : start + _ENTRIES_PER_MESSAGE]))
+                    yield ChunksSnapshot(holders, pack_entries(entries[start : start + _ENTRIES_PER_MESSAGE]))
 
     def _attached(self, slot: int, holder: ChunkHolder, domains: Iterable[ChunkDomain]) -> ChunksAttached:
         number = self._numbers.of(holder)
         return ChunksAttached(slot, number, holder.tier, holder.shared, [(s, model) for s, model in domains])
-
-
-class _MirroredChunkIndex(ChunkIndex):
-    """A `ChunkIndex` that is filled from a snapshot."""
-
-    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
-        """Store chunks that all of `holders` have; `entries` as in `ChunksSnapshot`."""
-        bits = 0
-        for holder in holders:
-            bits |= holder.bit or self._open(holder)
-        shards, masks = self._shards, self._masks
-        total = len(entries) // _ENTRY_BYTES
-        for start in range(0, total * _ENTRY_BYTES, _ENTRY_BYTES):
-            entry = int.from_bytes(entries[start : start + _ENTRY_BYTES], "little", signed=True)
-            shard = shards[entry & SHARD_MASK]
-            before = shard.get(entry)
-            self._chunks += before is None
-            mask = (before or 0) | bits
-            shard[entry] = masks.setdefault(mask, mask)
-        for holder in holders:
-            holder.chunks += total
-        self._held += total * len(holders)
 
 
 class Mirror:
@@ -230,7 +210,7 @@ class Mirror:
 
     def __init__(self, *, max_blocks: int, max_chunks: int) -> None:
         self.blocks = PrefixIndex(max_blocks=max_blocks)
-        self.chunks: ChunkIndex = _MirroredChunkIndex(max_chunks=max_chunks)
+        self.chunks = CopyableChunkIndex(max_chunks=max_chunks)
         self._holders: dict[int, Holder] = {}
         self._chunk_holders: dict[int, ChunkHolder] = {}
 
@@ -289,7 +269,6 @@ class Mirror:
                 if number in self._chunk_holders:
                     self.chunks.remove_all(self._chunk_holders[number], _space(space), keys)
             case ChunksSnapshot(holders, entries):
-                assert isinstance(self.chunks, _MirroredChunkIndex)
                 self.chunks.store_entries(
                     [self.chunk_holder(number, tier, shared=shared) for number, tier, shared in holders],
                     entries,

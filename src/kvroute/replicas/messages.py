@@ -16,6 +16,17 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvroute.errors import WireError
+from kvroute.wire.lmcache_server import (
+    CacheServerAlive,
+    CacheServerEvents,
+    CacheServerLeft,
+    CacheServerState,
+    CacheServerStateEnd,
+    CacheServerStore,
+    CacheServerWanted,
+    ControllerReport,
+    FullSyncWanted,
+)
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -393,6 +404,15 @@ SharedMessage: TypeAlias = (
     | StateWanted
     | StateBegins
     | StateEnds
+    | CacheServerEvents
+    | CacheServerAlive
+    | CacheServerLeft
+    | CacheServerWanted
+    | CacheServerState
+    | CacheServerStore
+    | CacheServerStateEnd
+    | ControllerReport
+    | FullSyncWanted
 )
 """What gateways exchange: every message that a process accepts from outside its machine."""
 

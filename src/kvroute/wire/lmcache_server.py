@@ -2,14 +2,19 @@
 
 Source: LMCache 0.5.6, v1/mp_coordinator (api.py, schemas.py, http_apis/). Unknown fields are skipped, and
 fields that kvroute does not use are not decoded. The caller handles unknown kinds of events and tiers.
+
+The last part has the same reports as gateways forward them to each other (MessagePack): without token ids,
+and with 8 bytes for a chunk.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -302,3 +307,171 @@ def read_load_rates(page: str) -> LoadRates:
         else:
             gb_s[tier] = gb_s.get(tier, 0.0) + value
     return LoadRates(loads, gb_s)
+
+
+_CHUNK_NAME_CHARS: Final = 64
+_UNUSED_CHARS: Final = "0" * 48
+"""In place of the part of a chunk's name that no key has."""
+
+
+class SharedReport(Struct, frozen=True, array_like=True, tag=True):
+    """Base of the reports that gateways forward. `server` is the id of an LMCache server."""
+
+
+class ChunkRun(Struct, frozen=True, array_like=True):
+    """Objects that differ only in the chunk. `keys` are unsigned 64-bit numbers in the machine's order."""
+
+    model: str
+    kv_rank: _Count
+    group: _Count
+    salt: str
+    keys: bytes
+
+
+class CacheServerEvents(SharedReport, frozen=True):
+    """One piece of a `CacheEvents`; `piece` counts from 0. `chunk_tokens` is 0 while it is not known."""
+
+    server: str
+    incarnation: _Count
+    seq: _Count
+    piece: _Count
+    is_last: bool
+    event_type: str
+    tier: str
+    backend: str
+    shared: bool
+    chunk_tokens: _Count
+    runs: list[ChunkRun]
+
+
+class CacheServerAlive(SharedReport, frozen=True):
+    """A server has registered with the sender, or sent a heartbeat.
+
+    `incarnation` and `seq` are those of the last batch that the sender knows; `incarnation` is None if it
+    knows none. `is_whole`: the sender's map of the server is complete.
+    """
+
+    server: str
+    address: str
+    port: _Count
+    chunk_tokens: _Count
+    incarnation: int | None
+    seq: _Count
+    is_whole: bool
+
+
+class CacheServerLeft(SharedReport, frozen=True):
+    """A server has said goodbye."""
+
+    server: str
+
+
+class CacheServerWanted(SharedReport, frozen=True):
+    """The sender's map of a server is incomplete; answered by `CacheServerState` if the receiver's is not.
+
+    `incarnation` and `seq` as in `CacheServerAlive`. `has_doubt`: batches up to this number are missing.
+    """
+
+    server: str
+    incarnation: int | None
+    seq: _Count
+    has_doubt: bool
+
+
+class CacheServerState(SharedReport, frozen=True):
+    """What the sender knows of a server follows, as `CacheServerStore`s and a `CacheServerStateEnd`.
+
+    It has all batches up to number `seq`, and perhaps some later ones. `via`: the member that the server
+    reports to; empty: the sender. `is_reporting`: that member is alive.
+    """
+
+    server: str
+    address: str
+    port: _Count
+    chunk_tokens: Annotated[int, Meta(ge=1)]
+    incarnation: _Count
+    seq: _Count
+    via: str
+    is_reporting: bool
+
+
+class StoreLayout(Struct, frozen=True, array_like=True):
+    """A model in a store, and the parts of its chunks."""
+
+    model: str
+    world: Annotated[int, Meta(ge=1)]
+    kv_ranks: list[int]
+    groups: list[int]
+
+
+class CacheServerStore(SharedReport, frozen=True):
+    """Some content of one of a server's stores: of its memory if `backend` is empty, or of an L2 pool.
+
+    `entries` are entries of the chunk index, `runs` the objects of chunks that have several parts.
+    """
+
+    server: str
+    backend: str
+    shared: bool
+    layouts: list[StoreLayout]
+    entries: bytes
+    runs: list[ChunkRun]
+
+
+class CacheServerStateEnd(SharedReport, frozen=True):
+    """The state is complete if that many `CacheServerStore`s have arrived.
+
+    `is_valid` is False if the sender's map became incomplete meanwhile.
+    """
+
+    server: str
+    stores: _Count
+    is_valid: bool
+
+
+class ControllerReport(SharedReport, frozen=True):
+    """A message of an in-process LMCache to the sender's controller (`wire.lmcache_controller`)."""
+
+    payload: bytes
+
+
+class FullSyncWanted(SharedReport, frozen=True):
+    """The sender's map of a rank is incomplete: the receiver shall request a full synchronisation."""
+
+    instance_id: str
+    worker_id: int
+
+
+def runs_of(entries: Iterable[EventEntry]) -> list[ChunkRun]:
+    """The objects of a batch as runs, in order; objects whose names are no BLAKE3 hashes are left out."""
+    runs = []
+    for (model, kv_rank, group, salt), run in groupby(entries, key=object_kind):
+        keys = array("Q")
+        for entry in run:
+            name = entry.key.chunk_hash_hex
+            try:
+                if len(name) == _CHUNK_NAME_CHARS:
+                    keys.append(int(name[len(_UNUSED_CHARS) :], 16))
+            except ValueError:
+                continue
+        runs.append(ChunkRun(model, kv_rank, group, salt, keys.tobytes()))
+    return runs
+
+
+def entries_of(runs: Iterable[ChunkRun]) -> list[EventEntry]:
+    """The objects of `runs`; of a chunk's name only the part that its key is made of. Raises ValueError."""
+    entries = []
+    for run in runs:
+        keys = array("Q")
+        keys.frombytes(run.keys)
+        entries += [
+            EventEntry(ObjectKey(f"{_UNUSED_CHARS}{key:016x}", run.model, run.kv_rank, run.group, run.salt))
+            for key in keys
+        ]
+    return entries
+
+
+def object_kind(entry: EventEntry) -> tuple[str, int, int, str]:
+    """All of an object's name but the chunk: model, `kv_rank`, group of layers and salt."""
+    key = entry.key
+    return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt

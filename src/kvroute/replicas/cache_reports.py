@@ -1,0 +1,493 @@
+"""LMCache's reports between gateways: the one that they arrive at forwards them, the others follow them.
+
+LMCache has one coordinator URL and one controller, so its reports arrive at one member of the fleet. Each
+report that this member has applied is published in order, with the server's incarnation and number; the
+others apply it with the same code, as if it had arrived there. So any of them can take over, with the map of
+the one before.
+
+What did not arrive shows in these numbers, with the next batch or heartbeat. Then the server's chunks do not
+count, and its whole state is asked for; so does a member that joins. The copy of a state is inexact by the
+batches that are applied while it is sent; therefore the receiver applies these again (`_recent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from kvroute.blocks.chunks import BLAKE3, ChunkScheme
+from kvroute.blocks.keys import Tier
+from kvroute.clock import Clock
+from kvroute.errors import WireError
+from kvroute.index.prefix_index import MapTrust
+from kvroute.index.snapshot import CopyableChunkIndex
+from kvroute.lmcache.controller import Controller
+from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
+from kvroute.lmcache.membership import Doubt, HeldChunks, LMCacheServer
+from kvroute.replicas.messages import PeerId, SharedMessage
+from kvroute.wire import lmcache_controller
+from kvroute.wire.lmcache_server import (
+    CacheEvents,
+    CacheServerAlive,
+    CacheServerEvents,
+    CacheServerLeft,
+    CacheServerState,
+    CacheServerStateEnd,
+    CacheServerStore,
+    CacheServerWanted,
+    ControllerReport,
+    FullSyncWanted,
+    entries_of,
+    runs_of,
+)
+
+log = logging.getLogger(__name__)
+
+_TICK_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 1.0
+_MAX_PAUSE_S: Final = 30.0
+"""Longest pause between two questions for the state of one server; no other member may have it either."""
+_COPY_S: Final = 60.0
+"""A copy that is not complete after this long is dropped."""
+_STORE_BYTES: Final = 32_768
+_MAX_RECENT: Final = 8192
+"""Objects of recent batches that are kept for the end of a copy."""
+_NOT_ASKED: Final = (Doubt.FOREIGN_HASHES, Doubt.REGISTERED_AGAIN)
+"""No member knows more: whether the server was restarted, its next batch shows."""
+_NOT_FORWARDED: Final = (lmcache_controller.P2pLookup, lmcache_controller.FullSyncStatus)
+"""Questions to the controller that change nothing."""
+
+
+class ReportChannel(Protocol):
+    """The messages to the other members: `replicas.channel.Channel`, or a simulated one."""
+
+    @property
+    def linked_peers(self) -> Sequence[PeerId]: ...
+
+    def publish(self, message: SharedMessage) -> None: ...
+
+    def send(self, peer: PeerId, *messages: SharedMessage) -> bool: ...
+
+    async def has_room(self) -> None: ...
+
+
+@dataclass(slots=True)
+class ReportCounts:
+    """Totals since the start. Mutable: by `CacheReports`."""
+
+    forwarded: int = 0
+    followed: int = 0
+    missed: int = 0
+    """Times that batches which another member had forwarded did not arrive."""
+    copied: int = 0
+    """States of servers that were taken over from another member."""
+    refused: int = 0
+    """States that could not be: incomplete, or older than the map here."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A state that is arriving. Mutable: by `CacheReports`."""
+
+    peer: PeerId
+    state: CacheServerState
+    memory: HeldChunks
+    began_at: float
+    since: int
+    """Pieces of batches that were applied before it began."""
+    stores: int = 0
+    pools: list[HeldChunks] = field(default_factory=list)
+
+
+class CacheReports:
+    """Forwards and follows the reports. An observer of the coordinator's and the controller's sockets.
+
+    Mutable; belongs to one event loop. `run` asks for what is missing.
+    """
+
+    def __init__(
+        self,
+        index: CopyableChunkIndex,
+        coordinator: Coordinator | None,
+        controller: Controller | None,
+        channel: ReportChannel,
+        member: str,
+        clock: Clock,
+    ) -> None:
+        """`member` is the id of this process among the members of the fleet."""
+        self.counts = ReportCounts()
+        self._member = member
+        self._index = index
+        self._coordinator = coordinator
+        self._controller = controller
+        self._channel = channel
+        self._clock = clock
+        self._recent: deque[CacheEvents] = deque()
+        self._recent_objects = 0
+        self._applied = 0
+        """Pieces of batches that were applied since the start: the number after the last of `_recent`."""
+        self._pieces: dict[str, tuple[int, int, int]] = {}
+        """Server -> incarnation, number and next piece of a batch whose last piece has not come."""
+        self._copies: dict[str, _Copy] = {}
+        self._asked: dict[str, tuple[float, float]] = {}
+        """Server -> when to ask for its state again, and the pause after that."""
+        self._wanted: dict[tuple[PeerId, str], CacheServerWanted] = {}
+        self._work = asyncio.Event()
+        self._sending = asyncio.Lock()
+        self.handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
+        """The messages of other members, and what handles them."""
+        if coordinator is not None:
+            self.handlers = {
+                CacheServerEvents: self._on_events,
+                CacheServerAlive: self._on_alive,
+                CacheServerLeft: lambda _, message: coordinator.deregister(message.server),
+                CacheServerWanted: self._on_wanted,
+                CacheServerState: self._on_state,
+                CacheServerStore: self._on_store,
+                CacheServerStateEnd: self._on_state_end,
+            }
+        if controller is not None:
+            self.handlers = {
+                **self.handlers,
+                ControllerReport: self._on_controller_report,
+                FullSyncWanted: lambda _, message: controller.want_sync(
+                    lmcache_controller.Sender(instance_id=message.instance_id, worker_id=message.worker_id)
+                ),
+            }
+
+    # `ReportObserver`: what LMCache reports to this member
+
+    def alive(self, server: str) -> None:
+        instance = self._instance(server)
+        if instance is None or not instance.registered:
+            return
+        self._channel.publish(
+            CacheServerAlive(
+                server,
+                instance.address,
+                instance.http_port,
+                self._chunk_tokens(server),
+                instance.incarnation,
+                instance.last_seq,
+                instance.trust is MapTrust.WHOLE and server not in self._pieces,
+            )
+        )
+        self.counts.forwarded += 1
+
+    def left(self, server: str) -> None:
+        self._channel.publish(CacheServerLeft(server))
+        self.counts.forwarded += 1
+
+    def applied(self, batch: CacheEvents, *, is_last: bool) -> None:
+        piece = self._next_piece(batch.instance_id, batch.incarnation, batch.seq, is_last=is_last)
+        self._note(batch)
+        self._channel.publish(
+            CacheServerEvents(
+                batch.instance_id,
+                batch.incarnation,
+                batch.seq,
+                piece,
+                is_last,
+                batch.event_type,
+                batch.tier,
+                batch.backend,
+                batch.shared,
+                self._chunk_tokens(batch.instance_id),
+                # How often a chunk is read does not change what is stored.
+                [] if batch.event_type == "access" else runs_of(batch.entries),
+            )
+        )
+        self.counts.forwarded += 1
+
+    def handled(self, message: lmcache_controller.Message, payload: bytes) -> None:
+        if not isinstance(message, _NOT_FORWARDED):
+            self._channel.publish(ControllerReport(payload))
+            self.counts.forwarded += 1
+
+    # Other members
+
+    def on_link_lost(self, peer: PeerId) -> None:
+        """A member has died or left: what LMCache reported through it does not count until it is reported
+        elsewhere."""
+        for server in [server for server, copy in self._copies.items() if copy.peer == peer]:
+            self._refuse(server)
+        if self._coordinator is not None:
+            self._coordinator.lost(str(peer))
+        if self._controller is not None:
+            self._controller.lost(str(peer))
+
+    async def send_states(self, peer: PeerId) -> None:
+        """Send the state of every server, for a member that joins."""
+        for instance in () if self._coordinator is None else self._coordinator.instances():
+            await self._send_state(peer, instance)
+
+    async def run(self) -> None:
+        """Answer questions, and ask for the state of servers whose map is incomplete, until cancelled."""
+        while True:
+            waiting = asyncio.ensure_future(self._work.wait())
+            tick = asyncio.ensure_future(self._clock.sleep(_TICK_S))
+            try:
+                await asyncio.wait((waiting, tick), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+                tick.cancel()
+                await asyncio.gather(waiting, tick, return_exceptions=True)
+            self._work.clear()
+            while self._wanted:
+                peer, server = next(iter(self._wanted))
+                await self._answer(peer, self._wanted.pop((peer, server)))
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask one member for the state of each server whose map is incomplete here, if it is time."""
+        now = self._clock.now()
+        for server in [name for name, copy in self._copies.items() if now - copy.began_at > _COPY_S]:
+            self._refuse(server)
+        instances = [] if self._coordinator is None else self._coordinator.instances()
+        incomplete = [each for each in instances if each.trust is not MapTrust.WHOLE]
+        self._asked = {each.id: self._asked[each.id] for each in incomplete if each.id in self._asked}
+        for instance in incomplete:
+            self._ask(instance)
+
+    def _ask(self, instance: LMCacheServer) -> None:
+        now, server = self._clock.now(), instance.id
+        at, pause = self._asked.get(server, (now, _FIRST_PAUSE_S))
+        peers = self._channel.linked_peers
+        if now < at or not peers or instance.doubt in _NOT_ASKED:
+            return
+        self._asked[server] = now + pause, min(2 * pause, _MAX_PAUSE_S)
+        # Later any other one: the first may have missed the same batches.
+        peer = instance.via if instance.via in peers and pause == _FIRST_PAUSE_S else random.choice(peers)
+        has_doubt = instance.doubt is not None
+        self._channel.send(
+            peer, CacheServerWanted(server, instance.incarnation, instance.last_seq, has_doubt)
+        )
+
+    # Following
+
+    def _on_alive(self, peer: PeerId, message: CacheServerAlive) -> None:
+        assert self._coordinator is not None
+        self.counts.followed += 1
+        known = self._pieces.get(message.server)
+        if known is not None and message.is_whole and known[:2] == (message.incarnation, message.seq):
+            self._miss(message.server)  # the last pieces of the last batch
+        is_needed = self._coordinator.follow(message, str(peer))
+        instance = self._instance(message.server)
+        if is_needed and instance is not None:
+            self._ask(instance)
+
+    def _on_events(self, peer: PeerId, message: CacheServerEvents) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        batch = CacheEvents(
+            message.server,
+            message.incarnation,
+            message.seq,
+            message.event_type,
+            message.tier,
+            message.backend,
+            entries_of(message.runs),
+            message.shared,
+        )
+        known = self._pieces.get(message.server)
+        if message.piece == 0:
+            if known is not None and known[:2] != (message.incarnation, message.seq):
+                self._miss(message.server)  # the last pieces of the batch before
+            if coordinator.admit(batch, str(peer)) is not BatchOutcome.APPLIED:
+                return
+        elif known != (message.incarnation, message.seq, message.piece):
+            instance = self._instance(message.server)
+            at = (-1, 0) if instance is None else _position(instance)
+            if known is not None or at < (message.incarnation, message.seq):
+                self._miss(message.server)
+            return  # otherwise it was in the state of another member
+        self.counts.followed += 1
+        self._next_piece(message.server, message.incarnation, message.seq, is_last=message.is_last)
+        coordinator.learn_chunk_size(message.server, message.chunk_tokens)
+        coordinator.apply(batch)
+        self._note(batch)
+        instance = self._instance(message.server)
+        if instance is not None and instance.doubt is not None:
+            self._ask(instance)
+
+    def _miss(self, server: str) -> None:
+        assert self._coordinator is not None
+        self._pieces.pop(server, None)
+        self.counts.missed += 1
+        self._coordinator.distrust(server)
+
+    def _next_piece(self, server: str, incarnation: int, seq: int, *, is_last: bool) -> int:
+        """The number of this piece; the next one is expected, if it is not the last one."""
+        known = self._pieces.pop(server, None)
+        piece = known[2] if known is not None and known[:2] == (incarnation, seq) else 0
+        if not is_last:
+            self._pieces[server] = incarnation, seq, piece + 1
+        return piece
+
+    def _note(self, batch: CacheEvents) -> None:
+        self._applied += 1
+        self._recent.append(batch)
+        self._recent_objects += len(batch.entries) + 1
+        while self._recent_objects > _MAX_RECENT:
+            self._recent_objects -= len(self._recent.popleft().entries) + 1
+
+    def _on_controller_report(self, peer: PeerId, message: ControllerReport) -> None:
+        assert self._controller is not None
+        try:
+            decoded = lmcache_controller.decode(message.payload)
+        except WireError as error:
+            log.warning("a report of LMCache that another gateway forwarded was refused: %s", error)
+            return
+        self.counts.followed += 1
+        if self._controller.follow(decoded, str(peer)):
+            self._channel.send(peer, FullSyncWanted(decoded.instance_id, decoded.worker_id))
+
+    # Copies
+
+    def _on_wanted(self, peer: PeerId, message: CacheServerWanted) -> None:
+        self._wanted[peer, message.server] = message
+        self._work.set()
+
+    async def _answer(self, peer: PeerId, wanted: CacheServerWanted) -> None:
+        instance = self._instance(wanted.server)
+        if instance is not None and (wanted.has_doubt or _position(instance) > _position(wanted)):
+            await self._send_state(peer, instance)
+
+    async def _send_state(self, peer: PeerId, instance: LMCacheServer) -> None:
+        """Send all that is known of a server. Nothing if the map here is incomplete, too."""
+        async with self._sending:
+            server, incarnation, memory = instance.id, instance.incarnation, instance.memory
+            if incarnation is None or instance.doubt is not None or not instance.scheme_known:
+                return
+            if server in self._pieces:
+                return  # in the middle of a batch; the receiver asks again
+            state = CacheServerState(
+                server,
+                instance.address if instance.registered else "",
+                instance.http_port,
+                instance.scheme.chunk_tokens,
+                incarnation,
+                instance.last_seq,
+                instance.via,
+                instance.is_reporting,
+            )
+            self._channel.send(peer, state)
+            stores = 0
+            for store in _stores_of(instance):
+                if store is not None:
+                    stores += 1
+                    if not self._channel.send(peer, store):
+                        return
+                    await self._channel.has_room()
+                await asyncio.sleep(0)
+            is_valid = instance.incarnation == incarnation and instance.doubt is None
+            is_valid = is_valid and instance.memory is memory
+            self._channel.send(peer, CacheServerStateEnd(server, stores, is_valid))
+
+    def _on_state(self, peer: PeerId, state: CacheServerState) -> None:
+        instance, known = self._instance(state.server), self._copies.get(state.server)
+        is_whole = instance is not None and instance.doubt is None
+        if is_whole and instance is not None and _position(instance) >= (state.incarnation, state.seq):
+            return  # the answer to a question that another member has answered
+        if known is not None and known.peer != peer:
+            return
+        if known is not None:
+            self._refuse(state.server)
+        memory = HeldChunks(self._index, Tier.L1)
+        self._copies[state.server] = _Copy(peer, state, memory, self._clock.now(), self._applied)
+
+    def _on_store(self, peer: PeerId, message: CacheServerStore) -> None:
+        assert self._coordinator is not None
+        copy = self._copies.get(message.server)
+        if copy is None or copy.peer != peer:
+            return
+        copy.stores += 1
+        held = copy.memory
+        if message.backend:
+            held = self._coordinator.pool_of(copy.state, message.backend, shared=message.shared)
+            copy.pools.append(held)
+        held.restore(
+            ChunkScheme(BLAKE3, copy.state.chunk_tokens), message.layouts, message.entries, message.runs
+        )
+
+    def _on_state_end(self, peer: PeerId, message: CacheServerStateEnd) -> None:
+        coordinator, copy = self._coordinator, self._copies.get(message.server)
+        if coordinator is None or copy is None or copy.peer != peer:
+            return
+        later = self._later(copy)
+        if not message.is_valid or message.stores != copy.stores or later is None:
+            self._refuse(message.server)
+            return
+        del self._copies[message.server]
+        for held in {id(each): each for each in (copy.memory, *copy.pools)}.values():
+            held.recount()
+        via = copy.state.via or str(peer)
+        coordinator.adopt(copy.state, copy.memory, later, "" if via == self._member else via)
+        self.counts.copied += 1
+        instance, open_batch = self._instance(message.server), self._pieces.get(message.server)
+        if open_batch is not None and instance is not None and open_batch[:2] != _position(instance):
+            del self._pieces[message.server]
+
+    def _later(self, copy: _Copy) -> list[CacheEvents] | None:
+        """The batches since a state, which are applied again; None if not all of them are kept here."""
+        state, instance = copy.state, self._instance(copy.state.server)
+        oldest = self._applied - len(self._recent)
+        if oldest > copy.since:
+            return None
+        later = []
+        for number, batch in enumerate(self._recent, start=oldest):
+            if batch.instance_id == state.server:
+                is_later = batch.incarnation == state.incarnation and batch.seq > state.seq
+            else:
+                is_later = batch.tier == "l2" and number >= copy.since  # of a pool that both may use
+            if is_later:
+                later.append(batch)
+        if instance is not None and _position(instance) > (state.incarnation, state.seq):
+            kept = {batch.seq for batch in later if batch.instance_id == state.server}
+            if instance.incarnation != state.incarnation or len(kept) < instance.last_seq - state.seq:
+                return None
+        return later
+
+    def _refuse(self, server: str) -> None:
+        """Drop a copy. Its pools, too: deletions since may be missing."""
+        copy = self._copies.pop(server)
+        for held in (copy.memory, *copy.pools):
+            held.clear()
+        self.counts.refused += 1
+        log.info("a copy of the map of LMCache server %s was not complete", server)
+
+    def _chunk_tokens(self, server: str) -> int:
+        instance = self._instance(server)
+        return instance.scheme.chunk_tokens if instance is not None and instance.scheme_known else 0
+
+    def _instance(self, server: str) -> LMCacheServer | None:
+        return None if self._coordinator is None else self._coordinator.instance(server)
+
+
+def _position(of: LMCacheServer | CacheServerWanted) -> tuple[int, int]:
+    """Incarnation and number of the last batch of a server."""
+    if isinstance(of, CacheServerWanted):
+        return (-1 if of.incarnation is None else of.incarnation), of.seq
+    return (-1 if of.incarnation is None else of.incarnation), of.last_seq
+
+
+def _stores_of(instance: LMCacheServer) -> Iterator[CacheServerStore | None]:
+    """The content of a server's stores; None after a step of about 1 ms without a message."""
+    pools = [(pool.held, backend, not pool.owner) for backend, pool in instance.pools.items()]
+    for held, backend, shared in [(instance.memory, "", False), *pools]:
+        yield CacheServerStore(instance.id, backend, shared, held.layouts(), b"", [])
+        packed = bytearray()
+        for entries, runs in held.contents():
+            packed += entries
+            if runs or len(packed) >= _STORE_BYTES:
+                yield CacheServerStore(instance.id, backend, shared, [], bytes(packed), runs)
+                packed.clear()
+            else:
+                yield None
+        if packed:
+            yield CacheServerStore(instance.id, backend, shared, [], bytes(packed), [])
