@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kvroute.app.config import Config
-from kvroute.app.config_paths import shape_at, split
+from kvroute.app.config_loading import shape_at, split
 from kvroute.routing.registry import STRATEGIES
 
 ROOT = Path(__file__).parent.parent

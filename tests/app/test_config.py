@@ -6,8 +6,7 @@ import pytest
 
 from kvroute.app import config_loading
 from kvroute.app.config import Config, load
-from kvroute.app.config_loading import ConfigSetting
-from kvroute.app.config_paths import dotted, is_secret, options_of, shape_at, split, walk
+from kvroute.app.config_loading import ConfigSetting, dotted, is_secret, options_of, shape_at, split, walk
 from kvroute.errors import InvalidConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvroute.app.config import Config
-from kvroute.app.config_paths import options_of, shape_at, walk
+from kvroute.app.config_loading import options_of, shape_at, walk
 from kvroute.app.reference import BEGIN, METRICS, REFERENCE, TABLES, documents, main, reference_yaml, tables
 
 ROOT = Path(__file__).parents[2]

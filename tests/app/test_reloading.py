@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.support.clocks import AdvancingClock, ManualClock
 
-from kvroute.app import config_paths as paths
+from kvroute.app import config_loading as paths
 from kvroute.app.config import Config, ConfigSource, FlagFile, load
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.reloading import (

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from kvroute.app.config import Config, load
-from kvroute.app.config_paths import shape_at, split
+from kvroute.app.config_loading import shape_at, split
 from kvroute.cli.serve import vllm_router
 from kvroute.cli.vllm_router import (
     CONTROLLER,

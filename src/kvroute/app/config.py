@@ -15,16 +15,17 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvroute.app import config_paths as paths
+from kvroute.app import config_loading as paths
 from kvroute.app.config_loading import (
     ConfigSetting,
+    Path,
     Settings,
+    dotted,
     from_assignments,
     from_environment,
     from_file,
     unknown,
 )
-from kvroute.app.config_paths import Path, dotted
 from kvroute.app.metrics_compat import MetricsOptions
 from kvroute.epp.endpoints import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig

@@ -1,22 +1,162 @@
-"""The sources of settings: a YAML file, the environment, and `--set`.
+"""Options by path: the notation and types of paths, and the sources of the values at them.
 
+A path is a tuple of keys from the root, `("fleet", "workers", 0, "url")`, written
+`fleet.workers.0.url`; a key with a dot in it is quoted: `routing.models."Qwen2.5".strategy`.
+
+The sources of settings are a YAML file, the environment, and `--set`.
 Each source yields one `ConfigSetting` per leaf; of several with the same path the last one counts. Problems
 are collected as `ConfigError`s, so that one run reports every problem.
 """
 
 from __future__ import annotations
 
+import difflib
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
-from kvroute.app import config_paths as paths
-from kvroute.app.config_paths import Path, Shape, dotted
 from kvroute.errors import ConfigError
 from kvroute.options import Options
+
+Path = tuple[str | int, ...]
+Shape = tuple[object, ...]
+"""The plain types that are allowed at a path: the members of a union, without `Annotated`."""
+
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SEGMENT = re.compile(r'"([^"]*)"|([^."]+)')
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """`path` in dotted notation."""
+    return ".".join(f'"{key}"' if not key or re.search(r'[."\s]', key) else key for key in map(str, path))
+
+
+def split(text: str) -> Path:
+    """Parse a dotted path. Raises ValueError."""
+    keys: list[str] = []
+    rest = text
+    while True:
+        match = _SEGMENT.match(rest)
+        if match is None:
+            raise ValueError(f"{text!r} is not a dotted path")
+        keys.append(match[1] if match[1] is not None else match[2])
+        rest = rest[match.end() :]
+        if not rest:
+            return tuple(keys)
+        if rest[0] != ".":
+            raise ValueError(f"{text!r} is not a dotted path")
+        rest = rest[1:]
+
+
+def shape_of(annotation: object) -> Shape:
+    """The plain types that `annotation` allows."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return shape_of(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return tuple(plain for part in typing.get_args(annotation) for plain in shape_of(part))
+    return (annotation,)
+
+
+def shape_at(root: type[Options], path: Path) -> Shape:
+    """The types that are allowed at `path`; empty if there is no such option."""
+    shape: Shape = (root,)
+    for key in path:
+        shape = tuple(plain for parent in shape for plain in _child(parent, key))
+    return shape
+
+
+def _child(parent: object, key: str | int) -> Shape:
+    if is_options(parent):
+        found = parent.model_fields.get(str(key))
+        return shape_of(found.annotation) if found is not None else ()
+    origin, args = typing.get_origin(parent), typing.get_args(parent)
+    if not isinstance(origin, type) or not args:
+        return ()
+    if issubclass(origin, Mapping):
+        return shape_of(args[1])
+    if issubclass(origin, (Sequence, Set)):
+        return shape_of(args[0])
+    return ()
+
+
+def is_options(plain: object) -> typing.TypeGuard[type[Options]]:
+    return isinstance(plain, type) and issubclass(plain, Options)
+
+
+def is_list(plain: object) -> bool:
+    kind = typing.get_origin(plain) or plain
+    return isinstance(kind, type) and issubclass(kind, (Sequence, Set)) and not issubclass(kind, (str, bytes))
+
+
+def is_mapping(plain: object) -> bool:
+    kind = typing.get_origin(plain) or plain
+    return isinstance(kind, type) and (issubclass(kind, Mapping) or is_options(kind))
+
+
+def is_text(plain: object) -> bool:
+    """Whether a text is used unchanged as a value of this type: text, secrets, paths, literals."""
+    if typing.get_origin(plain) is typing.Literal:
+        return all(isinstance(word, str) for word in typing.get_args(plain))
+    return isinstance(plain, type) and not is_mapping(plain) and not issubclass(plain, (bool, int, float))
+
+
+def is_secret(shape: Shape) -> bool:
+    """Whether a value of this shape, or one of its items, is a credential."""
+    return any(plain is SecretStr or is_secret(_items(plain)) for plain in shape)
+
+
+def without_userinfo(text: str) -> str:
+    """`text` with asterisks instead of user and password in its URLs."""
+    return _USERINFO.sub("**********", text)
+
+
+def _items(plain: object) -> Shape:
+    return tuple(inner for argument in typing.get_args(plain) for inner in shape_of(argument))
+
+
+def options_of(shape: Shape) -> tuple[type[Options], ...]:
+    """The option classes in `shape`, without those of its items."""
+    return tuple(plain for plain in shape if is_options(plain))
+
+
+def item_options(shape: Shape) -> tuple[type[Options], ...]:
+    """The option classes of the items of lists and mappings in `shape`."""
+    return tuple(
+        inner
+        for plain in shape
+        if not is_options(plain) and (is_list(plain) or is_mapping(plain))
+        for inner in options_of(_items(plain))
+    )
+
+
+def walk(owner: type[Options], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    """All fields of `owner` and its sections, depth first in the order of declaration; not those in lists."""
+    for name, found in owner.model_fields.items():
+        path = (*prefix, name)
+        yield path, found
+        for inner in options_of(shape_of(found.annotation)):
+            yield from walk(inner, path)
+
+
+def suggestion(root: type[Options], path: Path) -> Path | None:
+    """The option that was probably meant by the unknown `path`, or None."""
+    *parent, last = path
+    wanted = str(last).lower().replace("-", "_")
+    siblings = [name for owner in options_of(shape_at(root, tuple(parent))) for name in owner.model_fields]
+    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.6)
+    if close:
+        return (*parent, close[0])
+    return next((found for found, _ in walk(root) if found[-1] == wanted), None)
+
 
 ENVIRONMENT_PREFIX = "KVROUTE__"
 
@@ -91,7 +231,7 @@ def _from_yaml(root: type[Options], text: str, file: pathlib.Path) -> Settings:
     origins = {path: f"{file.name}:{line}" for path, line in lines.items()}
     settings = []
     for path, value in _leaves(root, (), data):
-        shape = paths.shape_at(root, path)
+        shape = shape_at(root, path)
         if pathlib.Path in shape and isinstance(value, str) and value:
             value = str(file.parent / pathlib.Path(value).expanduser())
         inner = {
@@ -192,8 +332,8 @@ def from_environment(root: type[Options], environ: Mapping[str, str]) -> Setting
 def _environment_path(root: type[Options], segments: Sequence[str]) -> Path:
     path: Path = ()
     for segment in segments:
-        shape = paths.shape_at(root, path)
-        is_free = bool(shape) and not paths.options_of(shape)
+        shape = shape_at(root, path)
+        is_free = bool(shape) and not options_of(shape)
         path = (*path, segment if is_free else segment.lower())
     return path
 
@@ -205,7 +345,7 @@ def from_assignments(root: type[Options], assignments: Iterable[str]) -> Setting
     for text in assignments:
         name, equals, value = text.partition("=")
         try:
-            path = paths.split(name.strip())
+            path = split(name.strip())
         except ValueError:
             equals = ""
         if not equals:
@@ -223,7 +363,7 @@ def _from_text(
     settings: list[ConfigSetting],
     problems: list[ConfigError],
 ) -> None:
-    shape = paths.shape_at(root, path)
+    shape = shape_at(root, path)
     if not shape:
         problems.append(ConfigError(dotted(path), f"{unknown(root, path)} ({origin})"))
         return
@@ -241,7 +381,7 @@ def unknown(root: type[Options], path: Path) -> str:
         return "this path contains an empty name"
     if (now := _RENAMED.get(dotted(path))) is not None:
         return f"this option is now called {now}"
-    meant = paths.suggestion(root, path)
+    meant = suggestion(root, path)
     return f"unknown option; did you mean {dotted(meant)}?" if meant else "unknown option"
 
 
@@ -253,15 +393,15 @@ def parse(text: str, shape: Shape) -> object:
     allowed.
     """
     stripped = text.strip()
-    if any(paths.is_list(plain) for plain in shape) and not stripped.startswith("{"):
+    if any(is_list(plain) for plain in shape) and not stripped.startswith("{"):
         if stripped.startswith("["):
             return _yaml(stripped, list, "a list such as [a, b]")
         return [part.strip() for part in stripped.split(",") if part.strip()]
     if not stripped and type(None) in shape:
         return None
-    if any(paths.is_mapping(plain) for plain in shape) and (stripped.startswith("{") or len(shape) == 1):
+    if any(is_mapping(plain) for plain in shape) and (stripped.startswith("{") or len(shape) == 1):
         return _yaml(stripped, dict, "a mapping such as {a: 1}")
-    if all(paths.is_text(plain) for plain in shape):
+    if all(is_text(plain) for plain in shape):
         return text
     return _yaml(stripped, object, "a value")
 
@@ -281,7 +421,7 @@ def _yaml(text: str, kind: type, what: str) -> Any:
 
 def _leaves(root: type[Options], path: Path, value: object) -> Iterable[tuple[Path, object]]:
     """Split a mapping into its leaves, so that sources are merged key by key. A list is one leaf."""
-    if value is None and path and _is_section(paths.shape_at(root, path)):
+    if value is None and path and _is_section(shape_at(root, path)):
         return  # for example `server:` with all its keys commented out
     if not isinstance(value, dict) or (not value and path):
         yield path, value
@@ -291,4 +431,4 @@ def _leaves(root: type[Options], path: Path, value: object) -> Iterable[tuple[Pa
 
 
 def _is_section(shape: Shape) -> bool:
-    return bool(paths.options_of(shape)) and type(None) not in shape
+    return bool(options_of(shape)) and type(None) not in shape

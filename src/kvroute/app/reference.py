@@ -21,9 +21,9 @@ import annotated_types
 from prometheus_client.core import Metric
 from pydantic.fields import FieldInfo
 
-from kvroute.app import config_paths as paths
+from kvroute.app import config_loading as paths
 from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
-from kvroute.app.config_paths import Path, dotted
+from kvroute.app.config_loading import Path, dotted
 from kvroute.app.reloading import is_reloadable
 from kvroute.app.runtime import Runtime
 from kvroute.options import Options

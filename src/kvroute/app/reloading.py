@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvroute.app.config import Config, ConfigSource, Loaded, check_files, masked, origin_note
-from kvroute.app.config_paths import dotted
+from kvroute.app.config_loading import dotted
 from kvroute.clock import Clock, SystemClock
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.registry import sources_of

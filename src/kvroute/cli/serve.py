@@ -18,8 +18,7 @@ import yaml
 
 from kvroute import __version__
 from kvroute.app.config import Config, FlagFile, Loaded, load
-from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting
-from kvroute.app.config_paths import Path, split
+from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting, Path, split
 from kvroute.cli.vllm_router import (
     API_KEY,
     DEFAULTS,

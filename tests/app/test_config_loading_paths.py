@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, SecretStr
 
-from kvroute.app import config_paths as paths
+from kvroute.app import config_loading as paths
 from kvroute.options import Options, Switch, option
 
 
