@@ -354,6 +354,9 @@ class Metrics(Collector):
         self.key_limited = self._counter(
             "kvroute_key_limited", "Requests refused by a limit of their key.", ["key", "limit"]
         )
+        self.key_overshoot = self._counter(
+            "kvroute_key_overshoot", "Use beyond a limit, seen late from other processes.", ["key", "limit"]
+        )
         self.key_reloads = self._counter(
             "kvroute_key_reloads", "Changes of the file of keys that were loaded or refused.", ["outcome"]
         )

@@ -19,11 +19,12 @@ from kvroute.blocks.chunks import PromptChunks, chunk_keys
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
-from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust
+from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.listeners import ControllerSockets
 from kvroute.lmcache.options import ControllerOptions
+from kvroute.replicas.cache_reports import CacheReports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -82,16 +83,36 @@ class Worker:
 
 
 class Serving:
-    """A controller with its index and sockets. Slots are numbered as instances are named: `w0` has slot 0."""
+    """A controller with its index and sockets. Slots are numbered as instances are named: `w0` has slot 0.
 
-    def __init__(self, **options: Any) -> None:
-        self.index = ChunkIndex()
+    `others` get its reports as from another gateway.
+    """
+
+    def __init__(self, *others: Serving, **options: Any) -> None:
+        self.index = CopyableChunkIndex()
+        self.others = others
         addresses = dict.fromkeys(("pull", "reply", "heartbeat"), "127.0.0.1:0")
         self.options = ControllerOptions(**{**addresses, "chunk_tokens": CHUNK, **options})
         self.controller = Controller(self.index, SystemClock(), self.options)
-        self.sockets = ControllerSockets(self.controller, SystemClock(), self.options)
+        self.reports = CacheReports(self.index, None, self.controller, self, "one", SystemClock())
+        self.sockets = ControllerSockets(self.controller, SystemClock(), self.options, self.reports)
         for slot in range(2):
             self.controller.add_slot(slot, f"w{slot}")
+
+    # `ReportChannel`
+
+    @property
+    def linked_peers(self) -> list[str]:
+        return []
+
+    def publish(self, message: Any) -> None:
+        for other in self.others:
+            other.reports.handlers[type(message)]("one", message)
+
+    def send(self, peer: str, *messages: Any) -> bool:
+        return False
+
+    async def has_room(self) -> None: ...
 
     def believed(self, worker: str) -> set[int]:
         known = self.controller._roster.known.get(worker)
@@ -103,12 +124,18 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[Serving]:
-    made = Serving(**options)
+async def serving(*others: Serving, **options: Any) -> AsyncIterator[Serving]:
+    made = Serving(*others, **options)
+    async with listening(made):
+        yield made
+
+
+@asynccontextmanager
+async def listening(made: Serving) -> AsyncIterator[None]:
     running = asyncio.create_task(made.sockets.run())
     await made.sockets.wait_until_serving()
     try:
-        yield made
+        yield
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -190,6 +217,31 @@ async def test_a_worker_older_than_the_gateway_reports_all_its_chunks(start_work
         await worker.do("admit", keys=[77])
         await until(lambda: again.believed("w0") == worker.held, within_s=DEADLINE_S)
         assert again.controller.counts.gaps == 0
+
+
+async def test_another_gateway_takes_over_with_all_chunks(start_worker: StartWorker) -> None:
+    """The addresses of the controller move to a gateway that has followed the reports."""
+    prompt = [2000 + place for place in range(601)]
+    ports = free_ports(3)
+    addresses = {
+        name: f"127.0.0.1:{port}" for name, port in zip(("pull", "reply", "heartbeat"), ports, strict=True)
+    }
+    two = Serving(**addresses)
+    async with serving(two, **addresses) as one:
+        worker = await start_worker(one, "w0")
+        await worker.do("admit", keys=list(chunk_keys(prompt, one.controller.scheme)))
+        await until(lambda: one.believed("w0") == worker.held, within_s=DEADLINE_S)
+        assert two.believed("w0") == worker.held
+        assert two.matched(prompt, 0) == 9 * CHUNK
+    two.reports.on_link_lost("one")
+    assert two.matched(prompt, 0) == 0
+    await worker.do("evict", keys=list(chunk_keys(prompt, one.controller.scheme))[8:])
+
+    async with listening(two):
+        await until(lambda: two.controller.trust(0) is MapTrust.WHOLE, within_s=30)
+
+        assert two.believed("w0") == worker.held
+        assert two.matched(prompt, 0) == 8 * CHUNK
 
 
 async def test_a_lost_message_is_made_good_by_a_full_sync(start_worker: StartWorker) -> None:

@@ -8,8 +8,9 @@ import os
 import random
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import httpx
 import pytest
 import pytest_asyncio
 import redis.asyncio
+from tests.support.gateways import Gateway, enter, gateway
+from tests.support.redis import redis_server
+from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
@@ -25,7 +29,13 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
-from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
+from kvroute.deploy.vllm_command import (
+    CpuPlacement,
+    KvEventsEndpoint,
+    VllmSpec,
+    vllm_argv,
+    vllm_environment,
+)
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
@@ -149,7 +159,7 @@ async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> Asyn
     redis_server = shutil.which("redis-server")
     if redis_server is None:
         pytest.fail("no redis-server: apt-get install redis-server")
-    redis_port, zmq_port, http_port, engine_port, coordinator_port = free_ports(5)
+    redis_port, zmq_port, http_port, engine_port, coordinator_port, events_port, replay_port = free_ports(7)
     environ = separate_environment(os.environ) | {"LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
     l2 = {"type": "resp", "host": "127.0.0.1", "port": redis_port, "shared": True}
     lmcache = [
@@ -182,6 +192,7 @@ async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> Asyn
         offline=True,
         eager=True,
         development_mode=True,
+        kv_events=KvEventsEndpoint(f"tcp://*:{events_port}", f"tcp://*:{replay_port}"),
         extra_args=("--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"),
     )
     options = LMCacheOptions.model_validate(
@@ -346,3 +357,113 @@ async def test_a_server_that_is_killed_loses_its_memory_and_comes_back_whole(sta
     )
     assert stack.instance.trust is MapTrust.WHOLE
     await until(lambda: stack.predicted(prompt(400)) == (0, CACHED), within_s=QUIET_S)
+
+
+@asynccontextmanager
+async def virtual_address(port: int) -> AsyncIterator[list[int]]:
+    """Forwards connections from `port` to the last of the returned ports; a dead one refuses them."""
+    targets: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", targets[-1])
+        except OSError:
+            return
+
+        async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                sink.write(data)
+            sink.close()
+
+        try:
+            with suppress(OSError):
+                await asyncio.gather(pass_on(reader, to_writer), pass_on(to_reader, writer))
+        finally:
+            to_writer.close()
+
+    async with tcp_server(serve, port=port):
+        yield targets
+
+
+async def test_another_gateway_takes_over_and_predicts_exactly(
+    stack: Stack, report: Callable[[str], None]
+) -> None:
+    """The gateway that LMCache reports to is killed; its coordinator URL then leads to another one."""
+    await stack.leave()
+    port = int(stack.options.coordinator.listen.rpartition(":")[2])
+    listens = free_ports(2)
+    clock = asyncio.get_running_loop().time
+
+    def start(number: int) -> Any:
+        options = {
+            "routing.strategy": "kvaware",
+            "tokens.timeout_ms": 5000,
+            "lmcache.instance": "w",
+            "lmcache.coordinator.enabled": "true",
+            "lmcache.coordinator.listen": f"127.0.0.1:{listens[number]}",
+            "lmcache.coordinator.status_interval_s": 0.5,
+        }
+        words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+        return gateway(f"g{number}", server.url, [stack.engine_url], *words)
+
+    async def tiers(at: Gateway, seed: int) -> dict[str, int]:
+        body = {"model": MODEL, "prompt": prompt(seed), "max_tokens": 2}
+        explained = (await at.client.post("/v1/route/explain", json=body)).json()
+        return explained["ranking"][0]["tiers"] or {}
+
+    def sees(at: Gateway, seed: int, l1: int) -> Any:
+        async def seen() -> bool:
+            found = await tiers(at, seed)
+            return (found.get("gpu"), found.get("l1")) == (0, l1)
+
+        return seen
+
+    async def ask(at: Gateway, seed: int) -> tuple[int, int]:
+        """Predicted and reported cached tokens."""
+        body = {"model": MODEL, "prompt": prompt(seed), "max_tokens": 2, "temperature": 0}
+        answer = await at.client.post("/v1/completions", json=body)
+        details = answer.json()["usage"]["prompt_tokens_details"] or {}
+        return int(answer.headers["x-kvroute-hit-tokens"]), int(details.get("cached_tokens") or 0)
+
+    async def forget() -> None:
+        await stack.forget_gpu()
+        await stack.ask(prompt(999, 8))  # vLLM publishes a reset with its next step
+
+    async with (
+        virtual_address(port) as targets,
+        redis_server() as server,
+        AsyncExitStack() as owned,
+    ):
+        targets.append(listens[0])
+        one, two = await enter(owned, start(0), start(1))
+        await stack.http.post(f"{stack.lmcache_url}/cache/clear", json={"tier": "l1", "force": True})
+
+        async def are_whole() -> bool:
+            notes = [note for each in (one, two) for note in (await each.answer("/ready"))["notes"]]
+            return not [note for note in notes if "LMCache server" in note]
+
+        await stack.ask(prompt(500))
+        await until(are_whole, within_s=QUIET_S)
+        for seed in (501, 502):
+            assert (await ask(one, seed))[1] == 0
+        await forget()
+        for each in (one, two):
+            for seed in (501, 502):
+                await until(sees(each, seed, CACHED), within_s=QUIET_S)
+
+        one.process.send_signal(signal.SIGKILL)
+        await one.process.wait()
+        killed_at = clock()
+        await until(sees(two, 501, 0), within_s=3)
+        targets.append(listens[1])
+        for seed in (501, 502):
+            await until(sees(two, seed, CACHED), within_s=30 - (clock() - killed_at))
+        report(f"exact again {clock() - killed_at:.1f} s after the kill")
+
+        for seed in (501, 502):
+            assert await ask(two, seed) == (CACHED, CACHED)
+            await forget()
+        assert (await ask(two, 503))[1] == 0
+        await forget()
+        await until(sees(two, 503, CACHED), within_s=QUIET_S)
+        assert await ask(two, 503) == (CACHED, CACHED)

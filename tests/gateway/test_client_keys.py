@@ -6,10 +6,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.clocks import ManualClock
+from tests.support.waiting import until
 
 from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong, Unauthorized
 from kvroute.gateway.access import KeyCheck
-from kvroute.gateway.client_keys import Bucket, KeyRing, Meter, check_model
+from kvroute.gateway.client_keys import Bucket, KeyRing, SharedUse, check_model
+from kvroute.gateway.downstream import Meter
 from kvroute.gateway.key_file import new_key, read_keys
 from kvroute.metrics import SERIES_KEPT_S, Metrics
 from kvroute.openai.endpoints import ENDPOINTS
@@ -20,9 +22,9 @@ OTHER = "sha256:" + hashlib.sha256(b"other").hexdigest()
 REQUEST = parse_request(ENDPOINTS["/v1/chat/completions"], b'{"model": "m", "messages": []}')
 
 
-def ring(clock=None, processes=1, **fields) -> KeyRing:
+def ring(clock=None, **fields) -> KeyRing:
     text = json.dumps({"keys": [{"name": "a", "hash": [HASH, OTHER], **fields}]})
-    return KeyRing(read_keys(text, "f"), Metrics(), clock or ManualClock(0.0), processes=processes)
+    return KeyRing(read_keys(text, "f"), Metrics(), clock or ManualClock(0.0))
 
 
 def headers(key: str) -> list[tuple[bytes, bytes]]:
@@ -251,16 +253,71 @@ def test_bodies_and_prompts_have_limits():
         keys.check_prompt(client, 11)
 
 
-def test_limits_are_divided_by_the_number_of_processes():
-    keys = ring(processes=2, limits={"requests_per_minute": 4, "concurrent_requests": 3})
-    use = admit(keys)
+def test_limits_hold_for_all_processes_together():
+    keys = ring(limits={"requests_per_minute": 4, "concurrent_requests": 3})
+    keys.used_elsewhere("other", SharedUse("a", 2, 0, 2, 0, in_flight=2))
     admit(keys)
 
     with pytest.raises(KeyLimitReached, match="concurrent_requests"):
         admit(keys)
-    end(use)
+    keys.used_elsewhere("other", SharedUse("a", 0, 0, 3, 0, in_flight=0))  # a message between was lost
     with pytest.raises(KeyLimitReached, match="requests_per_minute"):
         admit(keys)
+
+
+def test_use_beyond_a_limit_is_counted_when_it_is_seen():
+    clock = ManualClock(0.0)
+    keys = ring(clock, limits={"requests_per_minute": 4})
+    for _ in range(3):
+        admit(keys)
+
+    keys.used_elsewhere("other", SharedUse("a", 3, 0, 3, 0, in_flight=3))
+
+    overshoot = keys._metrics.key_overshoot.labels("a", "requests_per_minute")
+    assert overshoot.value == pytest.approx(2.0)
+
+
+def test_requests_of_a_lost_process_are_no_longer_in_flight():
+    keys = ring(limits={"concurrent_requests": 2})
+    keys.used_elsewhere("other", SharedUse("a", 2, 0, 2, 0, in_flight=2))
+    with pytest.raises(KeyLimitReached):
+        admit(keys)
+
+    keys.lost("other")
+
+    admit(keys)
+
+
+async def test_a_process_that_joins_charges_what_has_not_refilled():
+    clock = ManualClock(0.0)
+    one, joins = (ring(clock, limits={"requests_per_minute": 4, "tokens_per_minute": 600}) for _ in range(2))
+    one.share(lambda use: None)
+    for _ in range(3):
+        end(admit(one))
+    clock.time = 15.0  # one has refilled
+    for use in one.own_uses():
+        joins.used_elsewhere("one", use)
+    for use in one.refilling():
+        joins.charge(*use)
+
+    admit(joins, now=15.0)
+    admit(joins, now=15.0)
+    with pytest.raises(KeyLimitReached):
+        admit(joins, now=15.0)
+
+
+async def test_a_use_is_published_with_the_totals_a_moment_later():
+    published: list[SharedUse] = []
+    keys = ring(limits={"requests_per_minute": 9, "tokens_per_minute": 900})
+    keys.share(published.append)
+    first, second = admit(keys), admit(keys)
+    end(first, 10)
+    await until(lambda: published)
+
+    assert published == [SharedUse("a", 2, 10, 2, 10, in_flight=1)]
+    end(second, 5)
+    await until(lambda: len(published) == 2)
+    assert published[1] == SharedUse("a", 0, 5, 2, 15, in_flight=0)
 
 
 def test_a_new_file_keeps_what_a_name_has_used():

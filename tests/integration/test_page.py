@@ -22,6 +22,7 @@ import httpx
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
+from tests.support.redis import redis_server
 from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
@@ -85,16 +86,18 @@ async def fleet(run_gateway):
 
 @pytest.fixture
 async def full(run_gateway, tmp_path):
-    """As `fleet`, with data in every section: `kvaware`, a named key (`team-key`), and a queue."""
+    """As `fleet`, with data in every section: `kvaware`, a named key (`team-key`), a queue, and a member."""
     keys = tmp_path / "keys.json"
     hashed = "sha256:" + hashlib.sha256(b"team-key").hexdigest()
     limits = {"tokens_per_minute": 10**9}
     keys.write_text(json.dumps({"keys": [{"name": "team", "hash": hashed, "limits": limits}]}))
     async with AsyncExitStack() as stack:
         sims = [await stack.enter_async_context(run_sim(SimOptions(time_scale=0.05))) for _ in "AB"]
+        redis = await stack.enter_async_context(redis_server())
         gateway = await stack.enter_async_context(
             run_gateway(
                 [{"id": name, "url": sim.url} for name, sim in zip("AB", sims, strict=True)],
+                sharing={"url": redis.url, "member": "g1"},
                 routing={"strategy": "kvaware"},
                 tokens={"timeout_ms": 5000},
                 server={"client_keys": {"file": str(keys)}},
@@ -294,6 +297,23 @@ async def test_clients_and_their_queue_are_shown(browser, run_gateway, instant_s
         await expect(row.locator("th")).to_have_text("team")
         await expect(row.locator("td").nth(3)).to_have_text("2")
         await expect(row.locator("td").last).to_have_text("1")
+
+
+async def test_the_gateways_that_share_and_the_one_that_decided_are_shown(browser, run_gateway, instant_sim):
+    workers = [instant_sim.url]
+    async with redis_server() as server, AsyncExitStack() as stack:
+        one, _ = [
+            await stack.enter_async_context(run_gateway(workers, sharing={"url": server.url, "member": name}))
+            for name in ("g1", "g2")
+        ]
+        async with opened(browser, one) as page:
+            await converse(one.client)
+
+            await expect(page.locator("#member-table")).to_contain_text("g1/0 (this one)", timeout=15_000)
+            await expect(page.locator("#member-table")).to_contain_text("g2/0", timeout=15_000)
+            await expect(page.locator("#request-table")).to_contain_text("g1/0")
+            await page.locator("#request-table button").first.click()
+            await expect(page.locator("#decision")).to_contain_text("g1/0 decided.")
 
 
 async def test_a_worker_is_drained_and_returned(browser, fleet) -> None:

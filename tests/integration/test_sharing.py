@@ -3,136 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import os
 import random
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from tests.support.cache_servers import ReportingServer
 from tests.support.certificates import Authority
+from tests.support.gateways import Gateway, all_alive, enter, gateway
 from tests.support.programs import program
 from tests.support.redis import RedisServer, redis_server
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
+from kvroute.blocks.keys import BLOCK_BYTES, CacheSpace, block_keys
+from kvroute.openai.endpoints import ENDPOINTS
+from kvroute.openai.request import parse_request, prompts_of
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 
 MODEL = "sim-model"
-ADMIN = "an admin key for the tests"
-KEY = "a secret of all members"
 DEADLINE_S = 60.0
-
-
-@dataclass
-class Gateway:
-    """One `kvroute serve`, and a client of it."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    client: httpx.AsyncClient
-    log: list[str] = field(default_factory=list)
-
-    async def answer(self, path: str) -> Any:
-        return (await self.client.get(path)).json()
-
-    async def notes(self) -> list[str]:
-        notes: list[str] = (await self.answer("/ready"))["notes"]
-        return [note for note in notes if "sharing" in note]
-
-    async def members(self) -> dict[str, dict[str, Any]]:
-        """By name and process."""
-        rows = (await self.answer("/admin/members"))["members"]
-        return {f"{row['name']}/{row['process']}": row for row in rows}
-
-    async def in_flight(self) -> int:
-        workers = (await self.answer("/admin/workers"))["workers"]
-        return sum(worker["running_requests"] for worker in workers)
-
-    async def knows(self, content: str) -> bool:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-        explained = (await self.client.post("/v1/route/explain", json=body)).json()
-        return bool(explained["ranking"][0]["matched_tokens"])
-
-
-@asynccontextmanager
-async def gateway(
-    name: str,
-    url: str,
-    workers: Sequence[str],
-    *arguments: str,
-    env: dict[str, str] | None = None,
-    port: int | None = None,
-) -> AsyncIterator[Gateway]:
-    """A gateway that is ready."""
-    port = port or free_port()
-    named = [flag for number, worker in enumerate(workers) for flag in ("--worker", f"w{number}={worker}")]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvroute", "serve", "--port", str(port), "--share", url, *named),
-        *("--set", f"sharing.member={name}", "--set", "logging.format=json", *arguments),
-        stderr=asyncio.subprocess.PIPE,
-        env={
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "KVROUTE__ADMIN__API_KEY": ADMIN,
-            "KVROUTE__SHARING__KEY": KEY,
-            **(env or {}),
-        },
-    )
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}",
-        timeout=DEADLINE_S,
-        trust_env=False,
-        headers={"authorization": f"Bearer {ADMIN}"},
-    ) as client:
-        running = Gateway(name, process, client)
-
-        async def read_log() -> None:
-            assert process.stderr is not None
-            async for line in process.stderr:
-                running.log.append(json.loads(line)["message"] if line.startswith(b"{") else line.decode())
-
-        async def is_ready() -> bool:
-            assert process.returncode is None, running.log
-            try:
-                return (await client.get("/ready")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        reading = asyncio.create_task(read_log())
-        try:
-            await until(is_ready, within_s=DEADLINE_S)
-            yield running
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
-            await reading
-
-
-async def enter(stack: AsyncExitStack, *gateways: Any) -> list[Gateway]:
-    """Start gateways at one time, and wait until each knows all others."""
-    running = list(await asyncio.gather(*(stack.enter_async_context(each) for each in gateways)))
-    await until(lambda: all_alive(running), within_s=DEADLINE_S)
-    return running
-
-
-async def all_alive(gateways: Sequence[Gateway]) -> bool:
-    found = [await each.members() for each in gateways]
-    return all(
-        len(members) >= len(gateways) and all(row["state"] == "alive" for row in members.values())
-        for members in found
-    )
 
 
 @asynccontextmanager
@@ -224,6 +122,8 @@ async def test_drains_travel_and_a_gateway_that_joins_has_history_loads_and_drai
         (one,) = await enter(stack, gateway("g1", server.url, workers))
         prompt = words(random.Random(1), 300)
         assert (await chat(one, prompt)).status_code == 200
+        (decision,) = (await one.answer("/admin/decisions"))["decisions"]
+        assert decision["member"] == "g1/0"
         await one.client.post("/admin/workers/w2/drain")
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], **long_answer}
         async with one.client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -317,12 +217,53 @@ async def haproxy(ports: Sequence[int], folder: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
+class SentPrompts:
+    """The reference: which blocks of prompts each worker got, by the answers that clients received.
+
+    A request that failed with its gateway may have reached any worker: its blocks are in `uncertain`.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, set[int]] = {}
+        self.uncertain: set[int] = set()
+
+    def keys(self, messages: Sequence[dict[str, str]]) -> tuple[Sequence[int], int]:
+        """The keys of a prompt's blocks, and its bytes."""
+        body = json.dumps({"model": MODEL, "messages": messages}).encode()
+        ((prompt, _),) = prompts_of(parse_request(ENDPOINTS["/v1/chat/completions"], body))
+        return block_keys(prompt, seed=CacheSpace(MODEL).seed), len(prompt)
+
+    def answered(self, worker: str, messages: Sequence[dict[str, str]]) -> None:
+        self.sent.setdefault(worker, set()).update(self.keys(messages)[0])
+
+    def failed(self, messages: Sequence[dict[str, str]]) -> None:
+        self.uncertain.update(self.keys(messages)[0])
+
+    def assert_agrees(
+        self, worker: str, messages: Sequence[dict[str, str]], matched: int, tokens: int
+    ) -> None:
+        """`matched`: of the prompt's tokens, those that a gateway's history has for the worker.
+
+        Matches are whole blocks of the engine (16 tokens), and never a prompt's last token.
+        """
+        keys, size = self.keys(messages)
+        sent = self.sent.get(worker, set())
+        least = next((place for place, key in enumerate(keys) if key not in sent), len(keys))
+        possible = sent | self.uncertain
+        most = next((place for place, key in enumerate(keys) if key not in possible), len(keys))
+        of_bytes = tokens / size
+        assert least * BLOCK_BYTES * of_bytes - 17 <= matched <= most * BLOCK_BYTES * of_bytes + 1, worker
+
+
 async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
+    """At the end the history of each gateway is the reference's, and its map what the workers hold."""
     ports = [free_port() for _ in range(3)]
+    kvaware = ("routing.strategy=kvaware", "server.allow_strategy_header=true", "tokens.timeout_ms=10000")
+    settings = [word for each in kvaware for word in ("--set", each)]
     async with redis_server() as server, sims(3, time_scale=0.5) as workers, AsyncExitStack() as stack:
 
         def start(number: int) -> Any:
-            return gateway(f"g{number}", server.url, workers, port=ports[number])
+            return gateway(f"g{number}", server.url, workers, *settings, port=ports[number])
 
         running = await enter(stack, *map(start, range(3)))
         url = await stack.enter_async_context(haproxy(ports, tmp_path))
@@ -333,6 +274,7 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
         failed_began: list[float] = []
         is_over, done = False, 0
         conversations: list[list[dict[str, str]]] = [[] for _ in range(12)]
+        reference = SentPrompts()
 
         async def converse(number: int) -> None:
             nonlocal done
@@ -348,8 +290,10 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
                     is_good = False
                 done += is_good
                 if is_good:
+                    reference.answered(answer.headers["x-kvroute-worker"], messages)
                     messages.append(answer.json()["choices"][0]["message"])
                 else:
+                    reference.failed(messages)
                     messages.pop()
                     failed_began.append(began)
 
@@ -377,25 +321,52 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
         async def is_idle() -> bool:
             return sum([await each.in_flight() for each in running]) == 0
 
+        async def maps_are_whole() -> bool:
+            notes = [note for each in running for note in (await each.answer("/ready"))["notes"]]
+            return not [note for note in notes if "kvaware" in note]
+
         await until(is_idle, within_s=DEADLINE_S)
-        seen = [await asyncio.gather(*(matches(each, c) for c in conversations)) for each in running]
+        await until(maps_are_whole, within_s=DEADLINE_S)
+        histories = [
+            await asyncio.gather(*(explained(each, c, "prefixaware") for c in conversations))
+            for each in running
+        ]
+        maps = [
+            await asyncio.gather(*(explained(each, c, "kvaware") for c in conversations)) for each in running
+        ]
+        cached = await asyncio.gather(*(cached_tokens(workers, c) for c in conversations))
 
     assert len(failed_began) <= 3 * 12
     assert all(any(0 <= at - began < 5 for at in killed_at) for began in failed_began), (
         "it began after a kill"
     )
-    for one, other, third in zip(*seen, strict=True):
-        assert max(one.values()) > 0
-        # One history in all; each gateway learns the bytes of a token by itself, so tokens differ a little.
-        assert one == pytest.approx(other, rel=0.02)
-        assert one == pytest.approx(third, rel=0.02)
+    for history in histories:
+        for messages, (tokens, ranking) in zip(conversations, history, strict=True):
+            assert max(row["matched_tokens"] for row in ranking.values()) > 0
+            for worker, row in ranking.items():
+                reference.assert_agrees(worker, messages, row["matched_tokens"], tokens)
+    for seen in maps:
+        assert [{name: row["tiers"]["gpu"] for name, row in ranking.items()} for _, ranking in seen] == cached
 
 
-async def matches(at: Gateway, messages: list[dict[str, str]]) -> dict[str, int]:
-    """Worker -> tokens of the conversation that it holds, as this gateway sees it."""
-    body = {"model": MODEL, "messages": messages}
-    explained = (await at.client.post("/v1/route/explain", json=body)).json()
-    return {row["worker"]: row["matched_tokens"] for row in explained["ranking"]}
+async def explained(
+    at: Gateway, messages: list[dict[str, str]], strategy: str
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The tokens of a conversation, and the ranking by worker, as this gateway sees them."""
+    body, header = {"model": MODEL, "messages": messages}, {"x-kvroute-strategy": strategy}
+    answer = (await at.client.post("/v1/route/explain", json=body, headers=header)).json()
+    return answer["prompt_tokens"], {row["worker"]: row for row in answer["ranking"]}
+
+
+async def cached_tokens(workers: Sequence[str], messages: list[dict[str, str]]) -> dict[str, int]:
+    """Worker -> tokens of the conversation that it has cached, as its own answer says."""
+    body = {"model": MODEL, "messages": messages, "max_tokens": 1}
+    found = {}
+    for number, url in enumerate(workers):
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, trust_env=False) as client:
+            usage = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+        found[f"w{number}"] = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
 
 
 async def test_a_gateway_starts_without_redis_and_joins_later():
@@ -453,7 +424,7 @@ async def in_l1(at: Gateway, tokens: Sequence[int]) -> int:
 async def test_another_gateway_takes_over_the_reports_of_lmcache():
     """Its map is that of the gateway that has died, once LMCache's next report shows that none is missing."""
     ports = [free_port() for _ in range(3)]
-    async with redis_server() as server, sims(2) as workers, AsyncExitStack() as stack:
+    async with redis_server() as server, sims(1) as workers, AsyncExitStack() as stack:
 
         def start(number: int) -> Any:
             return gateway(f"g{number}", server.url, workers, *coordinator(ports[number]))
@@ -577,3 +548,30 @@ async def test_without_a_key_only_drains_stay_in_their_gateway():
         assert any("without sharing.key" in line for line in one.log)
         page = (await one.client.get("/metrics")).text
         assert re.search(r'kvroute_sharing_members\{process="0",state="alive"\} 1', page)
+        assert re.search(r'kvroute_sharing_member_info\{epoch="\w{16}",member="g1/0",process="0"\} 1', page)
+
+
+async def test_a_limit_of_a_key_holds_for_all_gateways_together(tmp_path):
+    keys = tmp_path / "keys.json"
+    hashed = "sha256:" + hashlib.sha256(b"team-key").hexdigest()
+    keys.write_text(
+        json.dumps({"keys": [{"name": "team", "hash": hashed, "limits": {"requests_per_minute": 1}}]})
+    )
+    file = ("--set", f"server.client_keys.file={keys}")
+    key = {"authorization": "Bearer team-key"}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello?"}], "max_tokens": 4}
+    async with redis_server() as server, sims(1) as workers, AsyncExitStack() as stack:
+        both = await enter(stack, *(gateway(n, server.url, workers, *file) for n in ("g1", "g2")))
+
+        async def ask(at: Gateway) -> int:
+            return (await at.client.post("/v1/chat/completions", json=body, headers=key)).status_code
+
+        assert await ask(both[0]) == 200
+
+        async def is_refused() -> bool:
+            return await ask(both[1]) == 429
+
+        await until(is_refused, within_s=5)
+        # Of the uses of one gateway, the other learns after 20 ms and the way through Redis.
+        late = await stack.enter_async_context(gateway("g3", server.url, workers, *file))
+        assert await ask(late) == 429

@@ -8,8 +8,9 @@ import pytest
 
 from kvroute.blocks.chunks import BUILTIN, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
-from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
+from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.messages import Finished, FrameReader, encode_frame
 
@@ -148,7 +149,7 @@ def test_other_messages_are_not_applied():
     ("published", "index", "own"),
     [
         (PublishingPrefixIndex, PrefixIndex, {"as_messages"}),
-        (PublishingChunkIndex, ChunkIndex, {"as_messages", "number_of"}),
+        (PublishingChunkIndex, CopyableChunkIndex, {"as_messages", "number_of"}),
     ],
 )
 def test_a_published_index_overrides_methods_that_the_index_has(published, index, own):

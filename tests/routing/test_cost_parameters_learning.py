@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -143,3 +144,35 @@ def test_a_worker_that_left_takes_its_speed_with_it(make_worker, make_view, keys
 
     assert before[1] > 1.2 * before[0]
     assert after[1] == pytest.approx(sum(before.values()) / 2, rel=0.2)
+
+
+def test_a_fit_is_taken_over_from_a_process_that_has_seen_more(rng) -> None:
+    taught, fresh, knows_more = PrefillFit(), PrefillFit(), PrefillFit()
+    teach(taught, rng, 100, believed=1.0)
+    teach(knows_more, rng, 101, believed=2.0)
+    before = knows_more.fit
+
+    assert fresh.restore(taught.sums())
+    assert not knows_more.restore(taught.sums())
+    assert not fresh.restore(taught.sums()._replace(prefills=999, targets=(math.nan, 0.0, 0.0)))
+
+    assert fresh.fit == taught.fit
+    assert knows_more.fit == before
+    teach(fresh, random.Random(3), 10, believed=1.0)
+    teach(taught, random.Random(3), 10, believed=1.0)
+    assert fresh.fit == taught.fit
+
+
+def test_the_speeds_of_workers_are_taken_over() -> None:
+    measured, fresh = Speeds(), Speeds()
+    for _ in range(20):
+        measured.record(0, 4096, 1.0, 1.0)
+        measured.record(1, 4096, 3.0, 1.0)
+
+    for worker, sums in measured.sums().items():
+        fresh.restore(worker, *sums)
+    measured.record(0, 4096, 1.0, 1.0)
+    fresh.record(0, 4096, 1.0, 1.0)
+
+    assert fresh.factors == measured.factors
+    assert fresh.of(1) > fresh.of(0)

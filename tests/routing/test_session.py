@@ -240,3 +240,20 @@ def test_a_ring_walks_past_every_worker_once_from_home_on() -> None:
         walk = list(ring.walk(place))
         assert walk[0] == ring.home(place)
         assert sorted(walk) == ["a", "b", "c"]
+
+
+def test_placements_are_taken_over_but_not_those_of_sessions_placed_here(make_strategy, view, workers, route):
+    one, joins = make_strategy(free_requests=1), make_strategy(free_requests=1)
+    home, _ = route(one, view, "s")
+    lease = home.load.reserve(0.0, 1.0, 10)
+    moved, reason = route(one, view, "s")
+    route(one, view, "another")
+    lease.finish(1.0)
+    assert (moved is home, reason) == (False, RouteReason.SESSION_SPILL)
+    other = next(each for each in workers if each not in (home, moved))
+
+    for placement in one.placements():
+        joins.place(*placement)
+        joins.place(*placement[:3], other.id)
+
+    assert route(joins, view, "s") == (moved, RouteReason.SESSION)

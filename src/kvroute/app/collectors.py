@@ -422,7 +422,7 @@ def coordinator_metrics(
         "kvroute_lmcache_servers",
         "LMCache servers that report here, with the reason why their data is doubted.",
         ("server", "doubt"),
-        [((each.id, str(each.doubt or "")), 1.0) for each in servers],
+        [((each.id, each.trouble), 1.0) for each in servers],
     )
     yield counter(
         "kvroute_lmcache_batches",

@@ -239,9 +239,9 @@ class LMCache:
         notes = []
         if self._coordinator is not None:
             notes += [
-                f"LMCache server {each.id!r}: {each.doubt or 'not_reporting'}"
+                f"LMCache server {each.id!r}: {each.trouble}"
                 for each in self._coordinator.instances()
-                if each.doubt is not None or not each.is_reporting
+                if each.trouble
             ]
         if self._controller is not None:
             notes += self._controller.problems()
@@ -264,8 +264,7 @@ class LMCache:
                     {
                         "id": each.id,
                         "url": f"{scheme}://{host}:{each.http_port}" if each.http_port else "",
-                        "doubt": None if each.doubt is None else each.doubt.value,
-                        "is_reporting": each.is_reporting,
+                        "doubt": each.trouble or None,
                         "via": each.via or None,
                         "workers": [name for name in workers if coordinator.instance_of(name) is each],
                     }

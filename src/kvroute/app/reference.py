@@ -137,6 +137,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "lmcache_map_bytes": "How much memory do they need?",
             "lmcache_dropped_chunks": "Is the map of chunks full?",
             "lmcache_servers": "Which LMCache servers report, and which are doubted?",
+            "lmcache_shared_reports": "Do LMCache's reports reach all gateways?",
             "lmcache_batches": "Do their batches arrive in order?",
             "lmcache_servers_expired": "Do LMCache servers die?",
             "lmcache_gaps": "Are batches lost?",
@@ -160,6 +161,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "key_requests": "Which client sends how many requests?",
             "key_tokens": "Which client uses how many tokens?",
             "key_limited": "Which client reaches which limit?",
+            "key_overshoot": "How far was a limit exceeded by requests to several processes at once?",
             "key_reloads": "Was a change of the file of keys loaded?",
             "jwks_reads": "Can the signing keys of tokens be read?",
             "tokens_checked": "How many tokens are checked, and how many are refused?",
@@ -180,6 +182,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "Several gateways": {
             "sharing_up": "Is Redis used, or does a gateway decide alone?",
             "sharing_members": "How many processes of other gateways are known?",
+            "sharing_member_info": "Which member of the fleet is this process?",
             "sharing_lag_seconds": "How late do the others learn of a request?",
             "sharing_messages": "How much do the gateways exchange?",
             "sharing_bytes": "How many bytes?",

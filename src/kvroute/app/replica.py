@@ -11,6 +11,7 @@ one is valid. So processes that were separated agree again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from kvroute.errors import NotFound
 from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.gateway.client_keys import KeyRing, SharedUse
 from kvroute.gateway.planner import ResponseOwners
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import (
@@ -44,11 +46,15 @@ from kvroute.replicas.messages import (
     Groups,
     GroupsWanted,
     InSync,
+    KeysRefilling,
+    KeyUsed,
+    LearnedCosts,
     Message,
     OverrideEntry,
     OverridesChanged,
     Owner,
     PeerId,
+    PlacedSessions,
     RecentPrompts,
     SessionForgotten,
     SharedMessage,
@@ -56,7 +62,9 @@ from kvroute.replicas.messages import (
 )
 from kvroute.replicas.metrics import merge_decisions, merge_predictions
 from kvroute.replicas.options import SharingOptions
+from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.router import Router
+from kvroute.routing.strategies.session import Session
 
 if TYPE_CHECKING:
     from kvroute.app.cache_tracker import CacheMapPublisher
@@ -163,6 +171,7 @@ _PREDICTIONS: Final = "predictions"
 _OWNERS: Final = 10_000
 """Most owners of stored responses in a snapshot."""
 _OWNERS_IN_PART: Final = 1000
+_PLACEMENTS_IN_PART: Final = 1000
 
 
 class SharedOwners(ResponseOwners):
@@ -200,10 +209,13 @@ class Replica:
         self.groups = KeyGroups()
         self.own = OwnDecisions(self.publish, self.groups)
         self.owners = SharedOwners(self.publish)
+        self.name = f"process {number}" if channel is None else channel.name
+        """Of this process, in decisions and on the live page."""
         self._overrides = OverrideLog(f"{number}/{os.urandom(4).hex()}")
         self._map_publisher: CacheMapPublisher | None = None
         self._mirror: CacheTrackerMirror | None = None
         self._reports: CacheReports | None = None
+        self._ring: KeyRing | None = None
         # Processes of a gateway that start together are in sync: no request was dispatched yet.
         self._is_synced = generation == 0 and channel is None
         self._needs_snapshot = not self._is_synced
@@ -245,11 +257,21 @@ class Replica:
             Ejected: self._on_ejected,
             SnapshotRequest: self._on_snapshot_request,
             RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, self.groups, recent),
+            LearnedCosts: self._on_learned_costs,
+            PlacedSessions: self._on_placed_sessions,
+            KeyUsed: self._on_key_used,
+            KeysRefilling: self._on_keys_refilling,
             InSync: self._on_in_sync,
             **({} if reports is None else reports.handlers),
         }
         fleet.subscribe_admin_overrides(self._overrides_changed)
         fleet.subscribe(self._fleet_changed)
+
+    def share_limits(self, ring: KeyRing | None) -> None:
+        """Let the limits of the named keys hold for all processes and gateways together."""
+        self._ring = ring
+        if ring is not None:
+            ring.share(lambda use: self.publish(KeyUsed(*use)))
 
     def publish(self, message: SharedMessage) -> None:
         """Send to all other processes of this gateway and of the others, within a few milliseconds."""
@@ -270,7 +292,7 @@ class Replica:
 
         async def answer_decisions(asked: bytes) -> bytes:
             limit, _, request_id = asked.decode().partition(" ")
-            return msgspec.json.encode(decisions(int(limit), request_id))
+            return msgspec.json.encode(self._named(decisions(int(limit), request_id)))
 
         async def answer_predictions(_: bytes) -> bytes:
             return msgspec.json.encode(audit())
@@ -312,6 +334,12 @@ class Replica:
         if self.channel is not None:
             await self.channel.aclose()
 
+    @property
+    def gateways(self) -> int:
+        """The number of gateways whose requests count here, this one included."""
+        counted = [row for row in self.members() if row["state"] not in ("silent", "left")]
+        return len({row["gateway"] for row in counted}) or 1
+
     def members(self) -> Sequence[Mapping[str, Any]]:
         """This process and those of other gateways; empty if the gateway shares with none."""
         return [] if self.channel is None else self.channel.describe()
@@ -328,10 +356,14 @@ class Replica:
 
     async def decisions(self, limit: int, request_id: str, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         asked = f"{limit} {request_id}".encode()
+        own = self._named(own)
         if self.mesh is None:
             return own
         answers = await self.mesh.request_all(_DECISIONS, asked, _REQUEST_TIMEOUT_S)
         return merge_decisions([own, *map(msgspec.json.decode, answers.values())], limit)
+
+    def _named(self, decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**decision, "member": self.name} for decision in decisions]
 
     async def predictions(self, own: dict[str, Any]) -> dict[str, Any]:
         if self.mesh is None:
@@ -352,8 +384,13 @@ class Replica:
         return messages
 
     def state(self) -> Sequence[SharedMessage]:
-        unfinished, overrides = self.own.unfinished(), self._overrides.snapshot()
-        return [overrides, *unfinished] if overrides.entries else unfinished
+        overrides = self._overrides.snapshot()
+        uses = [] if self._ring is None else self._ring.own_uses()
+        return [
+            *([overrides] if overrides.entries else []),
+            *(KeyUsed(*use) for use in uses),
+            *self.own.unfinished(),
+        ]
 
     def on_linked(self, peer: PeerId, *, is_synced: bool) -> None:
         # Also when this process serves already, because no other one was reached at its start.
@@ -384,6 +421,8 @@ class Replica:
         self._peer_decisions.lost(peer)
         if self._reports is not None:
             self._reports.on_link_lost(peer)
+        if self._ring is not None:
+            self._ring.lost(peer)
         if peer == self._snapshot_source and self._needs_snapshot:
             self._snapshot_source = None
         if peer == TRACKING_PROCESS and self._mirror is not None:
@@ -397,13 +436,20 @@ class Replica:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_snapshot(self, peer: PeerId) -> None:
-        """Send the route history, the owners of responses and LMCache's reports, then `InSync`."""
+        """Send history, owners of responses, learned costs, sessions, limits and LMCache's reports, then
+        `InSync`."""
         # In several messages, so that streams are relayed in between. New dispatches reach that process
         # anyway.
         owners = [Owner(response_id, worker) for response_id, worker in self.owners.latest(_OWNERS)]
         parts: list[Sequence[SharedMessage]] = [
             owners[start : start + _OWNERS_IN_PART] for start in range(0, len(owners), _OWNERS_IN_PART)
         ]
+        parts += [(costs,) for costs in self._learned_costs()]
+        placements = self._sessions().placements()
+        for start in range(0, len(placements), _PLACEMENTS_IN_PART):
+            parts.append((PlacedSessions([*placements[start : start + _PLACEMENTS_IN_PART]]),))
+        if self._ring is not None:
+            parts.append((KeysRefilling(self._ring.refilling()),))
         for part in chain(parts, ((each,) for each in recent_prompts(self._router, self._fleet.workers()))):
             if not self.send(peer, *part):
                 return
@@ -418,6 +464,46 @@ class Replica:
         self._is_synced, self._needs_snapshot = True, False
         self._synced.set()
         log.info("process %d has received the state of process %s", self.number, peer)
+
+    def _learned_costs(self) -> list[LearnedCosts]:
+        learned, names = self._router.learned, {each.index: each.id for each in self._fleet.workers()}
+        return [
+            LearnedCosts(
+                model,
+                known.prefills.sums(),
+                {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
+            )
+            for model, known in ({} if learned is None else learned.models).items()
+        ]
+
+    def _on_learned_costs(self, peer: PeerId, message: LearnedCosts) -> None:
+        learned = self._router.learned
+        if learned is None or peer != self._snapshot_source:
+            return
+        known = learned.models.setdefault(message.model, LearnedModel())
+        if known.prefills.restore(message.sums):
+            for name, sums in message.speeds.items():
+                with contextlib.suppress(NotFound):
+                    known.speeds.restore(self._fleet.get(name).index, *sums)
+
+    def _sessions(self) -> Session:
+        strategy = self._router.strategy("", Session.name)
+        assert isinstance(strategy, Session)
+        return strategy
+
+    def _on_placed_sessions(self, peer: PeerId, message: PlacedSessions) -> None:
+        if peer == self._snapshot_source:
+            for model, place, home, worker in message.placements:
+                self._sessions().place(model, place, WorkerId(home), WorkerId(worker))
+
+    def _on_key_used(self, peer: PeerId, message: KeyUsed) -> None:
+        if self._ring is not None:
+            self._ring.used_elsewhere(peer, SharedUse(*msgspec.structs.astuple(message)))
+
+    def _on_keys_refilling(self, peer: PeerId, message: KeysRefilling) -> None:
+        if self._ring is not None and peer == self._snapshot_source:
+            for use in message.uses:
+                self._ring.charge(*use)
 
     def _on_ejected(self, _: PeerId, message: Ejected) -> None:
         # Only a hint: the worker may be unreachable from there alone.

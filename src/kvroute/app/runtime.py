@@ -189,7 +189,7 @@ class Runtime:
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
-        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock)
+        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock, replica)
         if self.cache_tracker is not None:
             caches = self.cache_tracker.caches
             self.metrics.registry.register(
@@ -298,6 +298,7 @@ class Runtime:
         replica.attach_services(
             self.fleet, self.router, self.health, self._clock, self._map_publisher, self._mirror, reports
         )
+        replica.share_limits(self._ring)
         replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
         if replica.channel is not None:
@@ -356,12 +357,12 @@ class Runtime:
 
     def _read_ring(self) -> KeyRing | None:
         """The named keys, if configured. Raises ConfigError. Blocks: called before the gateway serves."""
-        file, processes = self._config.server.client_keys.file, self._config.server.processes
+        file = self._config.server.client_keys.file
         if file is None:
             return None
         self._keys_seen = signatures((file,))  # before the file: a change in between is loaded again
         keys = read_key_file(file)
-        return KeyRing(keys, self.metrics, self._clock, processes=processes, tokens=self._tokens)
+        return KeyRing(keys, self.metrics, self._clock, tokens=self._tokens)
 
     def _make_permits(self, inner: Observer | None) -> Permits:
         processes = self._config.server.processes
@@ -472,6 +473,7 @@ class Runtime:
             keep_recording_s=self._keep_recording_s,
             is_shutting_down=lambda: self.plane.admission.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
+            member="" if self._replica is None else self._replica.name,
         )
         has_siblings = self._replica is not None and self._replica.mesh is not None
         scrape = self._collect_all_processes if has_siblings else None
@@ -480,18 +482,14 @@ class Runtime:
 
     def _slow_sections(self) -> dict[str, Any]:
         """Sections of the live page that change slowly."""
-        discoverer, tracker = self._discoverer, self.cache_tracker
-        map_figures = tracker.describe() if tracker is not None else {}
+        map_figures = self.cache_tracker.describe() if self.cache_tracker is not None else {}
         map_figures.pop("workers", None)
         return {
             "notes": [*self.fleet.reasons_not_ready(), *self._notes()],
             "tokenizers": map_figures.pop("tokens", {}),
             "map": map_figures or None,
-            "discovery": {
-                "errors": discoverer.errors(),
-                "kept": discoverer.kept(),
-                "shrinks": dict(discoverer.shrinks),
-            },
+            "discovery": self._discoverer.describe(),
+            "members": [] if self._replica is None else self._replica.members(),
         }
 
     def _apply_config(self, config: Config) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import Metric
 
@@ -20,6 +20,9 @@ from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.routing.router import Router
 from kvroute.routing.scaling import CacheValue, DeletionCostOptions, WorkersNeeded, WorkerWorth, due_patches
+
+if TYPE_CHECKING:
+    from kvroute.app.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Scaling:
         router: Router,
         metrics: Metrics,
         clock: Clock,
+        replica: Replica | None,
     ) -> None:
         """Registers the metrics. Raises ConfigError if the API server for deletion costs is unknown."""
         self._fleet = fleet
@@ -52,6 +56,7 @@ class Scaling:
         self._clock = clock
         self._needed = WorkersNeeded(config.scaling)
         self._processes = config.server.processes
+        self._replica = replica
         self.deletion_costs: DeletionCosts | None = None
         sources = [self._workers_needed]
         if router.cache_value is not None:
@@ -67,12 +72,14 @@ class Scaling:
         return [asyncio.create_task(self.deletion_costs.run(), name="deletion costs")]
 
     def _workers_needed(self) -> Iterable[Metric]:
-        # Each process sees its own queue only; the processes get equal shares of the requests.
+        # Each process sees its own queue only; the processes get equal shares of the requests, and so do the
+        # gateways that share.
         fleet, waiting = self._fleet, dict[str, float]()
+        gateways = 1 if self._replica is None else self._replica.gateways
         for (model, _), tally in self._metrics.queue_waiting.children.items():
-            waiting[model] = waiting.get(model, 0.0) + self._processes * tally.value
+            waiting[model] = waiting.get(model, 0.0) + self._processes * gateways * tally.value
         yield workers_needed_metric(
-            self._needed.update(fleet.catalog.bases, fleet.view, self._clock.now(), waiting)
+            self._needed.update(fleet.catalog.bases, fleet.view, self._clock.now(), waiting, gateways)
         )
 
 
@@ -183,7 +190,8 @@ OUTCOMES: Final = ("patched", "absent", "failed")
 def workers_needed_metric(needed: Mapping[str, float]) -> Metric:
     return gauge(
         "kvroute_workers_needed",
-        "Workers that the load of each model needs, smoothed, as a fraction. Add it up over gateways.",
+        "Workers that the load of each model needs, smoothed, as a fraction. Add it up over gateways: those "
+        "that share know the load of all, and each reports its part.",
         ("model",),
         [((model,), number) for model, number in needed.items()],
     )

@@ -25,7 +25,7 @@ from kvroute.errors import (
     PromptTooLong,
     Unauthorized,
 )
-from kvroute.gateway.downstream import Downstream, Headers
+from kvroute.gateway.downstream import Downstream, Meter
 from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
 from kvroute.metrics import DepartedSeries, Metrics
@@ -36,12 +36,12 @@ from kvroute.tls import Signature, signatures
 log = logging.getLogger(__name__)
 
 _MINUTE_S = 60.0
+_SETTLE_S = 0.02
+"""Pause between two messages to other processes about one key."""
 _ROUNDING_S = 1e-6
 """Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499
-_BYTES_PER_TOKEN = 4
 _TOKEN_DOTS = 2
-_EVENT = b"data: {"
 
 
 class Bucket:
@@ -71,30 +71,58 @@ class Bucket:
         full_at = self._full_at
         self._full_at = (full_at if full_at > now else now) + amount * self._unit_s  # `max` costs twice this
 
+    def used(self, now: float) -> float:
+        """What has not refilled yet; above a minute's amount if more was used than was available."""
+        return max(0.0, self._full_at - now) / self._unit_s
+
+    def excess(self, now: float) -> float:
+        """What was used beyond a minute's amount."""
+        return max(0.0, self._full_at - now - _MINUTE_S) / self._unit_s
+
     def resize(self, per_minute: float, now: float) -> None:
         """Change the limit; what was used of the old one stays used."""
-        used = max(0.0, self._full_at - now) / self._unit_s
+        used = self.used(now)
         self._unit_s = _MINUTE_S / per_minute
         self._full_at = now + used * self._unit_s
 
 
+class SharedUse(NamedTuple):
+    """What the requests of one key use: since the last message, since the start, and now."""
+
+    key: str
+    requests: int
+    tokens: int
+    all_requests: int
+    all_tokens: int
+    in_flight: int
+
+
 class Account:
-    """What the requests of one key have used in this process, and its limits there. Mutable: each request
-    changes it."""
+    """What the requests of one key have used, and its limits. Mutable: each request changes it.
+
+    `in_flight`, `all_requests` and `all_tokens` are those of this process. The buckets and `elsewhere`,
+    requests in flight, also count other processes and gateways, a moment later (`KeyRing.share`).
+    """
 
     __slots__ = (
+        "all_requests",
+        "all_tokens",
+        "elsewhere",
         "in_flight",
         "max_body_bytes",
         "max_in_flight",
         "max_prompt_tokens",
         "requests",
         "requests_tally",
+        "sent_requests",
+        "sent_tokens",
         "tokens",
         "tokens_tally",
     )
 
     def __init__(self) -> None:
-        self.in_flight = 0
+        self.in_flight = self.elsewhere = 0
+        self.all_requests = self.all_tokens = self.sent_requests = self.sent_tokens = 0
         self.max_in_flight = self.max_body_bytes = self.max_prompt_tokens = 0
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
@@ -102,12 +130,12 @@ class Account:
         self.requests_tally: Tally | None = None
         self.tokens_tally: Tally | None = None
 
-    def apply(self, limits: KeyLimits, processes: int, now: float) -> None:
+    def apply(self, limits: KeyLimits, now: float) -> None:
         """Use these limits from now on."""
-        self.max_in_flight = ceil(limits.concurrent_requests / processes)
+        self.max_in_flight = limits.concurrent_requests
         self.max_body_bytes, self.max_prompt_tokens = limits.body_bytes, limits.prompt_tokens
-        self.requests = _resized(self.requests, limits.requests_per_minute / processes, now)
-        self.tokens = _resized(self.tokens, limits.tokens_per_minute / processes, now)
+        self.requests = _resized(self.requests, limits.requests_per_minute, now)
+        self.tokens = _resized(self.tokens, limits.tokens_per_minute, now)
 
 
 def _resized(bucket: Bucket | None, per_minute: float, now: float) -> Bucket | None:
@@ -144,7 +172,6 @@ class KeyRing:
         metrics: Metrics,
         clock: Clock,
         *,
-        processes: int = 1,
         tokens: TokenVerifier | None = None,
     ) -> None:
         """`tokens` verifies JSON Web Tokens."""
@@ -154,7 +181,12 @@ class KeyRing:
         self._default: KnownClient | None = None
         self._wall = clock.wall
         self._clock = clock
-        self._processes = processes
+        self._publish: Callable[[SharedUse], None] | None = None
+        self._unsent: dict[str, Account] = {}
+        """Accounts that have changed since they were published."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._elsewhere: dict[int | str, dict[str, SharedUse]] = {}
+        """The last use of each key by each other process."""
         self._by_digest: dict[bytes, KnownClient] = {}
         self._seen: dict[bytes, KnownClient] = {}
         """By values of Authorization that named a key since the last `install`. Without it a key is hashed
@@ -177,7 +209,10 @@ class KeyRing:
         now = self._clock.now()
         for key in keys:
             account = accounts[key.name] = self._accounts.get(key.name) or Account()
-            account.apply(key.limits, self._processes, now)
+            account.apply(key.limits, now)
+            account.elsewhere = sum(
+                each[key.name].in_flight for each in self._elsewhere.values() if key.name in each
+            )
             tenant = key.tenant or key.name
             known = by_name[key.name] = KnownClient(key, _seconds(key.expires), account, self, tenant)
             by_client.update(dict.fromkeys(key.jwt or (), known))
@@ -271,7 +306,7 @@ class KeyRing:
         if account.max_body_bytes and len(request.body) > account.max_body_bytes:
             self._count(key, "body_bytes")
             raise BodyTooLarge(account.max_body_bytes, f"limits.body_bytes of the key {key.name!r}")
-        if account.max_in_flight and account.in_flight >= account.max_in_flight:
+        if account.max_in_flight and account.in_flight + account.elsewhere >= account.max_in_flight:
             raise self._reached(key, "concurrent_requests", 1.0)
         tokens, requests = account.tokens, account.requests
         if tokens is not None and (wait_s := tokens.wait_s(1.0, now)):
@@ -281,6 +316,9 @@ class KeyRing:
                 raise self._reached(key, "requests_per_minute", wait_s)
             requests.take(1.0, now)
         account.in_flight += 1
+        if self._publish is not None:
+            account.all_requests += 1
+            self._changed(key.name, account)
         tally = account.requests_tally
         if tally is None:
             tally = account.requests_tally = self._metrics.key_requests.labels(key.name)
@@ -293,6 +331,91 @@ class KeyRing:
         if most and tokens > most:
             self._count(key, "prompt_tokens")
             raise PromptTooLong(tokens, most, key.name)
+
+    # Other processes and gateways
+
+    def share(self, publish: Callable[[SharedUse], None]) -> None:
+        """Publish the use of each key, at most every `_SETTLE_S`."""
+        self._publish = publish
+
+    def own_uses(self) -> list[SharedUse]:
+        """What this process has used since its start: so others know which part they have charged."""
+        return [
+            SharedUse(name, 0, 0, account.all_requests, account.all_tokens, account.in_flight)
+            for name, account in self._accounts.items()
+            if account.all_requests
+        ]
+
+    def refilling(self) -> list[tuple[str, int, int]]:
+        """Requests and tokens of all processes that have not refilled yet, by key, for one that joins."""
+        now, found = self._clock.now(), []
+        for name, account in self._accounts.items():
+            requests = 0 if account.requests is None else round(account.requests.used(now))
+            tokens = 0 if account.tokens is None else round(account.tokens.used(now))
+            if requests or tokens:
+                found.append((name, requests, tokens))
+        return found
+
+    def charge(self, key: str, requests: float, tokens: float) -> None:
+        """Charge what other processes have used of a key's limits."""
+        account, now = self._accounts.get(key), self._clock.now()
+        if account is None:
+            return
+        for bucket, amount, limit in (
+            (account.requests, requests, "requests_per_minute"),
+            (account.tokens, tokens, "tokens_per_minute"),
+        ):
+            if bucket is not None and amount > 0:
+                excess = bucket.excess(now)
+                bucket.take(amount, now)
+                if (more := bucket.excess(now) - excess) > 0:
+                    self._metrics.key_overshoot.labels(key, limit).inc(more)
+
+    def used_elsewhere(self, peer: int | str, use: SharedUse) -> None:
+        """Charge what another process has published. Uses that were lost on the way are in its totals."""
+        account = self._accounts.get(use.key)
+        known = self._elsewhere.setdefault(peer, {})
+        before = known.get(use.key)
+        known[use.key] = use
+        if account is None:
+            return
+        account.elsewhere += use.in_flight - (0 if before is None else before.in_flight)
+        if before is None:
+            self.charge(use.key, use.requests, use.tokens)
+        else:
+            requests, tokens = use.all_requests - before.all_requests, use.all_tokens - before.all_tokens
+            self.charge(use.key, requests, tokens)
+
+    def lost(self, peer: int | str) -> None:
+        """Another process is lost, and its requests with it."""
+        for name, use in self._elsewhere.pop(peer, {}).items():
+            if name in self._accounts:
+                self._accounts[name].elsewhere -= use.in_flight
+
+    def _changed(self, name: str, account: Account) -> None:
+        self._unsent[name] = account
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        unsent, self._unsent = self._unsent, {}
+        for name, account in unsent.items():
+            requests = account.all_requests - account.sent_requests
+            tokens = account.all_tokens - account.sent_tokens
+            account.sent_requests, account.sent_tokens = account.all_requests, account.all_tokens
+            if self._publish is not None:
+                self._publish(
+                    SharedUse(
+                        name, requests, tokens, account.all_requests, account.all_tokens, account.in_flight
+                    )
+                )
+
+    def ended(self, client: KnownClient, tokens: int) -> None:
+        """A request of this key has ended and was charged `tokens`."""
+        if self._publish is not None:
+            client.account.all_tokens += tokens
+            self._changed(client.key.name, client.account)
 
     def tokens_tally(self, client: KnownClient) -> Tally:
         """The counter of the tokens that were charged to a key."""
@@ -384,6 +507,7 @@ class KeyUse(Struct, eq=False):
         self._is_over = True
         account = self.client.account
         account.in_flight -= 1
+        tokens = 0
         if account.tokens is not None and attempts and (200 <= status < 400 or status == _CLIENT_LEFT):
             if completion_tokens is None:
                 completion_tokens = 0 if self._meter is None else self._meter.estimate()
@@ -393,65 +517,4 @@ class KeyUse(Struct, eq=False):
             if tally is None:
                 tally = account.tokens_tally = self.client.ring.tokens_tally(self.client)
             tally.value += tokens
-
-
-class Meter(Struct, eq=False):
-    """Passes an answer on to a client and counts what its completion tokens are estimated from.
-
-    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
-    calls.
-    """
-
-    _client: Downstream
-    _events: int = 0
-    _bytes: int = 0
-    _whole: bytes = b""
-    """An answer that came at once; it is counted only if that is needed."""
-
-    @property
-    def is_paused(self) -> bool:
-        return self._client.is_paused
-
-    def start(self, status: int, headers: Headers) -> None:
-        self._client.start(status, headers)
-
-    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        self._client.start_relayed(status, fields, is_sized=is_sized)
-
-    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self._whole = body
-        self._client.answer(status, fields, body, is_sized)
-
-    def write(self, chunk: bytes) -> None:
-        self._count(chunk)
-        self._client.write(chunk)
-
-    def framed_writer(self) -> Callable[[bytes], None] | None:
-        write = self._client.framed_writer()
-        if write is None:
-            return None
-
-        def counted(framed: bytes) -> None:
-            self._events += framed.count(_EVENT)
-            write(framed)
-
-        return counted
-
-    def finish(self, chunk: bytes = b"") -> None:
-        if chunk:
-            self._count(chunk)
-        self._client.finish(chunk)
-
-    def cut(self) -> None:
-        self._client.cut()
-
-    def estimate(self) -> int:
-        """The completion tokens of an answer without `usage`: one for each event of a stream, or for every
-        four bytes of another answer."""
-        self._count(self._whole)
-        self._whole = b""
-        return self._events or self._bytes // _BYTES_PER_TOKEN
-
-    def _count(self, chunk: bytes) -> None:
-        self._events += chunk.count(_EVENT)
-        self._bytes += len(chunk)
+        self.client.ring.ended(self.client, tokens)

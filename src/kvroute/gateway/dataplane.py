@@ -21,8 +21,8 @@ from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, 
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.client_keys import Meter, check_model, tenant_of
-from kvroute.gateway.downstream import Downstream, Headers, header
+from kvroute.gateway.client_keys import check_model, tenant_of
+from kvroute.gateway.downstream import Downstream, Headers, Meter, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles

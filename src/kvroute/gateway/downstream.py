@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec import Struct
+
 Headers = list[tuple[bytes, bytes]]
 
 field_pairs = re.compile(rb"([^:]*): ([^\r]*)\r\n").findall
@@ -68,3 +70,69 @@ class Downstream(Protocol):
     def cut(self) -> None:
         """No more bytes will come: break the answer off in a way that the client notices."""
         ...
+
+
+_BYTES_PER_TOKEN = 4
+_EVENT = b"data: {"
+
+
+class Meter(Struct, eq=False):
+    """Passes an answer on to a client and counts what its completion tokens are estimated from.
+
+    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
+    calls.
+    """
+
+    _client: Downstream
+    _events: int = 0
+    _bytes: int = 0
+    _whole: bytes = b""
+    """An answer that came at once; it is counted only if that is needed."""
+
+    @property
+    def is_paused(self) -> bool:
+        return self._client.is_paused
+
+    def start(self, status: int, headers: Headers) -> None:
+        self._client.start(status, headers)
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        self._client.start_relayed(status, fields, is_sized=is_sized)
+
+    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
+        self._whole = body
+        self._client.answer(status, fields, body, is_sized)
+
+    def write(self, chunk: bytes) -> None:
+        self._count(chunk)
+        self._client.write(chunk)
+
+    def framed_writer(self) -> Callable[[bytes], None] | None:
+        write = self._client.framed_writer()
+        if write is None:
+            return None
+
+        def counted(framed: bytes) -> None:
+            self._events += framed.count(_EVENT)
+            write(framed)
+
+        return counted
+
+    def finish(self, chunk: bytes = b"") -> None:
+        if chunk:
+            self._count(chunk)
+        self._client.finish(chunk)
+
+    def cut(self) -> None:
+        self._client.cut()
+
+    def estimate(self) -> int:
+        """The completion tokens of an answer without `usage`: one for each event of a stream, or for every
+        four bytes of another answer."""
+        self._count(self._whole)
+        self._whole = b""
+        return self._events or self._bytes // _BYTES_PER_TOKEN
+
+    def _count(self, chunk: bytes) -> None:
+        self._events += chunk.count(_EVENT)
+        self._bytes += len(chunk)

@@ -66,7 +66,7 @@ class LiveFigures:
     `streams` returns a row per event stream, `slow` the sections that are sent every five seconds. At a
     shutdown the pages' streams end, so that the gateway need not wait for them. `keep_recording_s` is how
     long decisions are recorded after the last page was closed. `peers` are the other processes, if there are
-    any: they answer with their part, and they record, too.
+    any: they answer with their part, and they record, too. `member` names this process among them.
     """
 
     def __init__(
@@ -83,8 +83,10 @@ class LiveFigures:
         is_shutting_down: Callable[[], bool],
         keep_recording_s: float = KEEP_RECORDING_S,
         peers: Peers | None = None,
+        member: str = "",
     ) -> None:
         self._fleet = fleet
+        self._member = member
         self._router = router
         self._journal = journal
         self._audit = audit
@@ -223,7 +225,7 @@ class LiveFigures:
             "cursor": cursor,
             "streams": {f"{row['worker']} {row['rank']}": row for row in self._streams()},
             "bucket": bucket.figures,
-            "requests": [_row(entry) for entry in entries[-_MOST_ROWS:]],
+            "requests": [_row(entry) | {"member": self._member} for entry in entries[-_MOST_ROWS:]],
             "recording": {"recorded": len(recorder), "skipped": recorder.skipped},
             "clients": _clients(self._metrics),
             "prefixes": prefixes,

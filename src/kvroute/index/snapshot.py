@@ -241,9 +241,7 @@ class CopyableChunkIndex(ChunkIndex):
         for shard in self._shards:
             if not bit or holder.bit != bit:
                 return
-            found = [entry for entry, mask in shard.items() if mask & bit]
-            if found:
-                yield pack_entries(found)
+            yield pack_entries([entry for entry, mask in shard.items() if mask & bit])
 
     def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
         """All `holders` have the packed chunks. About 0.5 us a chunk."""

@@ -335,7 +335,8 @@ class Coordinator:
             instance.memory = memory
         instance.incarnation = state.incarnation
         instance.last_seq = instance.last_seq if is_newer else state.seq
-        instance.scheme, instance.scheme_known = ChunkScheme(BLAKE3, state.chunk_tokens), True
+        instance.scheme = ChunkScheme(BLAKE3, state.chunk_tokens)
+        instance.scheme_known = state.scheme_known
         instance.doubt, instance.agreed_seq = None, -1
         instance.last_message_at = self._clock.now()
         instance.is_reporting = state.is_reporting or is_newer

@@ -299,6 +299,11 @@ class LMCacheServer:
     next batch comes."""
 
     @property
+    def trouble(self) -> str:
+        """`doubt`, or that no reports arrive; empty if the map is complete."""
+        return self.doubt.value if self.doubt is not None else "" if self.is_reporting else "not_reporting"
+
+    @property
     def trust(self) -> MapTrust:
         """NONE while no reports arrive; PARTIAL while it may hold more chunks than the map has."""
         if not self.is_reporting:

@@ -362,7 +362,7 @@ class CacheReports:
         """Send all that is known of a server. Nothing if the map here is incomplete, too."""
         async with self._sending:
             server, incarnation, memory = instance.id, instance.incarnation, instance.memory
-            if incarnation is None or instance.doubt is not None or not instance.scheme_known:
+            if incarnation is None or instance.doubt is not None:
                 return
             if server in self._pieces:
                 return  # in the middle of a batch; the receiver asks again
@@ -371,6 +371,7 @@ class CacheReports:
                 instance.address if instance.registered else "",
                 instance.http_port,
                 instance.scheme.chunk_tokens,
+                instance.scheme_known,
                 incarnation,
                 instance.last_seq,
                 instance.via,

@@ -108,6 +108,7 @@ class Channel:
         self._key = options.mac_key
         self._gateway = gateway
         self.process = process
+        self.name = f"{options.name}/{process}"
         self._clock = clock
         self._to_all = f"kvroute:{options.fleet}:all".encode()
         self._link = make_link(self, (self._to_all, self._own_channel(self.id)))
@@ -241,6 +242,7 @@ class Channel:
                 "member": self.id.hex(),
                 "name": own.name,
                 "process": own.process,
+                "gateway": self._gateway.hex(),
                 "is_self": True,
                 "state": "alive" if self.is_up else "alone",
                 "problem": self.problem,
@@ -330,9 +332,7 @@ class Channel:
             self._has_failed, self.lag_s = True, None
         elif self.problem is not None:
             alone_s = self._clock.now() - self._down_at
-            log.info(
-                "sharing: in the fleet %r as %s, after %.1f s", self._options.fleet, self._own_name(), alone_s
-            )
+            log.info("sharing: in the fleet %r as %s, after %.1f s", self._options.fleet, self.name, alone_s)
         self.problem = why
         self._changed.set()
 
@@ -403,7 +403,8 @@ class Channel:
         if len(self._members) >= _MAX_MEMBERS:
             raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
         before = envelope.seq - (envelope.kind is Kind.BATCH)
-        member = self._members[envelope.sender] = Member(envelope.sender, before, self._clock.now())
+        member = Member(envelope.sender, envelope.gateway, before, self._clock.now())
+        self._members[envelope.sender] = member
         self._ask(member)
         return member
 
@@ -448,9 +449,8 @@ class Channel:
                 "sharing: %s is silent for %.1f s; its requests no longer count", member.name, _DEAD_S
             )
         member.is_linked = False
-        self._listener.on_link_lost(
-            member.id
-        )  # also before it was linked: its dispatches count from the first
+        # Also before it was linked: its dispatches count from the first.
+        self._listener.on_link_lost(member.id)
         self._changed.set()
 
     def _refuse(self, refused: Refused) -> None:
@@ -473,7 +473,7 @@ class Channel:
             messages = [message for message in messages if not isinstance(message, CHANGES_THE_FLEET)]
             if not self._has_warned_of_key and kind is Kind.BATCH:
                 self._has_warned_of_key = True
-                log.warning("sharing: changes of workers by hand stay in this gateway without sharing.key")
+                log.warning("sharing: drains and limits of keys stay in this gateway without sharing.key")
         if not messages:
             return
         self.counts.sent += len(messages)
@@ -485,9 +485,6 @@ class Channel:
     def _queue_envelope(self, outgoing: Outgoing) -> None:
         self.counts.dropped += self._queue.add(outgoing)
         self._link.wake()
-
-    def _own_name(self) -> str:
-        return f"{self._options.name}/{self.process}"
 
     def _own_state(self) -> MemberState:
         is_synced = self._listener is not None and self._listener.is_synced

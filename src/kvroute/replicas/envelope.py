@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvroute.errors import WireError
-from kvroute.replicas.messages import OverridesChanged, SharedMessage
+from kvroute.replicas.messages import KeysRefilling, KeyUsed, OverridesChanged, SharedMessage
 
 FORMAT: Final = 1
 """Raised when older members could no longer read the messages."""
@@ -38,7 +38,7 @@ _LITTLE: Final = 0
 _BIG: Final = 1
 _ORDER: Final = _LITTLE if sys.byteorder == "little" else _BIG
 
-CHANGES_THE_FLEET: Final = (OverridesChanged,)
+CHANGES_THE_FLEET: Final = (OverridesChanged, KeyUsed, KeysRefilling)
 """Messages that are sent and believed with an HMAC only."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -47,6 +47,8 @@ class Member:
     """One other process, by its epoch. Mutable: by the channel."""
 
     sender: bytes
+    gateway: bytes
+    """All processes of one machine that serve one address have the same one."""
     seq: int
     """Of the last batch that arrived or was made up for."""
     heard_at: float
@@ -93,6 +95,7 @@ class Member:
             "member": self.id,
             "name": state.name if state else None,
             "process": state.process if state else None,
+            "gateway": self.gateway.hex(),
             "is_self": False,
             "state": self.standing,
             "problem": None,

@@ -94,7 +94,7 @@ class Mesh:
         self.counts = MeshCounts()
         self._peers = [peer for peer in range(processes) if peer != number]
         self.folder = folder
-        self._member: PeerListener | None = None
+        self._listener: PeerListener | None = None
         self._request_handlers: dict[str, RequestHandler] = {}
         self._links: dict[int, _Link] = {}
         self._open: set[_Link] = set()
@@ -123,9 +123,9 @@ class Mesh:
         """Answer the other processes' requests of this topic with `handler`."""
         self._request_handlers[topic] = handler
 
-    async def start(self, member: PeerListener) -> None:
+    async def start(self, listener: PeerListener) -> None:
         """Listen, and connect to the other processes. Raises OSError if the socket cannot be created."""
-        self._member = member
+        self._listener = listener
         loop = asyncio.get_running_loop()
         path = self._path(self.number)
         path.unlink(missing_ok=True)
@@ -238,13 +238,13 @@ class Mesh:
     # Called by the links
 
     def on_open(self, link: _Link) -> None:
-        assert self._member is not None
+        assert self._listener is not None
         self._open.add(link)
-        link.write([Hello(self.number, self._member.is_synced)])
+        link.write([Hello(self.number, self._listener.is_synced)])
 
     def on_message(self, link: _Link, message: Message) -> None:
         """Handle a message. Raises WireError if the first one of a link is not `Hello`."""
-        assert self._member is not None
+        assert self._listener is not None
         if isinstance(message, Hello):
             self._on_hello(link, message)
         elif link.number is None or self._links.get(link.number) is not link:
@@ -258,10 +258,10 @@ class Mesh:
             if future is not None and not future.done():
                 future.set_result(message.payload)
         else:
-            self._member.on_message(link.number, message)
+            self._listener.on_message(link.number, message)
 
     def _on_hello(self, link: _Link, hello: Hello) -> None:
-        assert self._member is not None
+        assert self._listener is not None
         number = hello.number
         if number not in self._peers:
             raise WireError(f"there is no process {number}")
@@ -272,9 +272,9 @@ class Mesh:
         link.number = number
         self.flush()
         self._links[number] = link
-        link.write(self._member.greeting(number))
+        link.write(self._listener.greeting(number))
         self._changed.set()
-        self._member.on_linked(number, is_synced=hello.is_synced)
+        self._listener.on_linked(number, is_synced=hello.is_synced)
 
     async def _answer(self, link: _Link, request: PeerRequest) -> None:
         handler = self._request_handlers.get(request.topic)
@@ -303,8 +303,8 @@ class Mesh:
         else:
             self.counts.breaks += 1
             log.warning("the link to process %d broke; its messages are missing until it reconnects", number)
-        assert self._member is not None
-        self._member.on_link_lost(number)
+        assert self._listener is not None
+        self._listener.on_link_lost(number)
 
 
 class _Link(asyncio.Protocol):

@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvroute.errors import WireError
+from kvroute.routing.cost_parameters import PrefillSums
 from kvroute.wire.lmcache_server import (
     CacheServerAlive,
     CacheServerEvents,
@@ -340,6 +341,38 @@ class RecentPrompts(PeerMessage, frozen=True):
     prompts: list[bytes]
 
 
+class LearnedCosts(PeerMessage, frozen=True):
+    """A `PrefillSums` of a model, and by worker the `Speeds.sums`; for a process that joins."""
+
+    model: str
+    sums: PrefillSums
+    speeds: dict[str, tuple[int, float, float]]
+
+
+class PlacedSessions(PeerMessage, frozen=True):
+    """`Session.placements`, for a process that joins."""
+
+    placements: list[tuple[str, int, str, str]]
+
+
+class KeyUsed(PeerMessage, frozen=True):
+    """What the sender's clients have used of a key's limits: since its last message of this key, and since
+    its start. `in_flight`: now."""
+
+    key: str
+    requests: int
+    tokens: int
+    all_requests: int
+    all_tokens: int
+    in_flight: int
+
+
+class KeysRefilling(PeerMessage, frozen=True):
+    """Key, requests and tokens that have not refilled yet, for a process that joins."""
+
+    uses: list[tuple[str, int, int]]
+
+
 class InSync(PeerMessage, frozen=True):
     """The answer to `SnapshotRequest` is complete."""
 
@@ -398,6 +431,10 @@ SharedMessage: TypeAlias = (
     | Ejected
     | SnapshotRequest
     | RecentPrompts
+    | LearnedCosts
+    | PlacedSessions
+    | KeyUsed
+    | KeysRefilling
     | InSync
     | Leaving
     | MemberState

@@ -221,6 +221,12 @@ def channel_metrics(channel: Channel | None) -> Iterable[Metric]:
         [] if channel is None else [((process,), float(channel.is_up))],
     )
     yield gauge(
+        "kvroute_sharing_member_info",
+        "1 for the process, with its name among the members of the fleet and its epoch there.",
+        ("process", "member", "epoch"),
+        [] if channel is None else [((process, channel.name, channel.id.hex()), 1.0)],
+    )
+    yield gauge(
         "kvroute_sharing_members",
         "Processes of other gateways by state; joining: what it has told this process is not complete yet.",
         ("process", "state"),

@@ -8,6 +8,7 @@ with an empty queue and loaded nothing from slower tiers.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NamedTuple
 
 from kvroute.options import Options, option
@@ -181,6 +182,22 @@ class Fit(NamedTuple):
         return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
 
 
+_Three = tuple[float, float, float]
+_Six = tuple[float, float, float, float, float, float]
+_Nine = tuple[float, float, float, float, float, float, float, float, float]
+
+
+class PrefillSums(NamedTuple):
+    """The whole state of a `PrefillFit`."""
+
+    prefills: int
+    least: float
+    most: float
+    products: _Nine
+    targets: _Three
+    moments: _Six
+
+
 class PrefillFit:
     """Least squares over the prefills of one model; recent prefills weigh more. Mutable: `record` changes it.
 
@@ -237,6 +254,22 @@ class PrefillFit:
             self._most = miss
         if self._prefills % REFIT_EVERY == 0 and self._prefills >= LEAST_PREFILLS:
             self.fit = self._refit()
+
+    def sums(self) -> PrefillSums:
+        """The state, for a fit in another process."""
+        return PrefillSums(
+            self._prefills, self._least, self._most, self._products, self._targets, self._moments
+        )
+
+    def restore(self, sums: PrefillSums) -> bool:
+        """Go on from the state of another process if it has seen more prefills. False if it has not."""
+        figures = (sums.least, sums.most, *sums.products, *sums.targets, *sums.moments)
+        if sums.prefills <= self._prefills or not all(map(isfinite, figures)):
+            return False
+        self._prefills, self._least, self._most = sums.prefills, sums.least, sums.most
+        self._products, self._targets, self._moments = sums.products, sums.targets, sums.moments
+        self.fit = self._refit() if self._prefills >= LEAST_PREFILLS else None
+        return True
 
     @property
     def explained(self) -> float:
@@ -303,6 +336,19 @@ class Speeds:
         self.factors = {
             index: 0.5 + 0.5 * min(high, max(low, ratio / mean)) for index, ratio in ratios.items()
         }
+
+    def sums(self) -> dict[int, tuple[int, float, float]]:
+        """Worker's index -> number, duration and estimate of its prefills, for another process."""
+        return {
+            worker: (prefills, self._took[worker], self._estimated[worker])
+            for worker, prefills in self._prefills.items()
+        }
+
+    def restore(self, worker: int, prefills: int, took_s: float, estimated_s: float) -> None:
+        """Take over another process's sums of a worker. They count from the worker's next prefill on."""
+        if isfinite(took_s) and isfinite(estimated_s) and estimated_s > 0:
+            self._prefills[worker] = prefills
+            self._took[worker], self._estimated[worker] = took_s, estimated_s
 
     def of(self, worker: int) -> float:
         """The worker's factor; 1 while it is unknown."""

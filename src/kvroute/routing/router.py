@@ -202,8 +202,8 @@ class Router:
         self.cache_value = cache_value
         self._history = history
         self._sizes = HistoryCapacity(history)
-        self._learned = Learned() if options.learning else None
-        self._costs = CostModel(history, options.costs, options.costs_of_models(), self._learned)
+        self.learned = Learned() if options.learning else None
+        self._costs = CostModel(history, options.costs, options.costs_of_models(), self.learned)
         self._in_flight = InFlight()
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
         views = CacheViews(caches or NoMap(), self._in_flight, self._transfers)
@@ -427,12 +427,12 @@ class Router:
     def _prefill_sample(self, query: RouteQuery, candidate: Candidate, now: float) -> _PrefillSample | None:
         """A sample for learning, if the time to the first token will depend on this prefill only."""
         worker = candidate.worker
-        if self._learned is None or worker.load.queued or not query.prompts:
+        if self.learned is None or worker.load.queued or not query.prompts:
             return None
         if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
-        return _PrefillSample(self._learned, query, worker.index, candidate.matched_tokens, costs, now)
+        return _PrefillSample(self.learned, query, worker.index, candidate.matched_tokens, costs, now)
 
     def worker_joined(self, worker: Worker) -> None:
         """Initialise the state of a new worker; another worker may have had its index."""
@@ -445,8 +445,8 @@ class Router:
         self._history.forget(worker.index)
         self._sizes.forget(worker)
         self.pairs.links.forget(worker.index)
-        if self._learned is not None:
-            self._learned.forget(worker.index)
+        if self.learned is not None:
+            self.learned.forget(worker.index)
 
     def rate_measured(self, slot: int, tier: Tier, gb_s: float, loads: int) -> None:
         """Learn the mean bandwidth in GB/s of `loads` loads from a slower tier to a slot of the cache map."""
@@ -509,11 +509,11 @@ class Router:
 
     def has_learned(self, model: str) -> bool:
         """Whether the model's costs are learned from first tokens, and not the configured ones."""
-        return self._learned is not None and self._learned.fit(model) is not None
+        return self.learned is not None and self.learned.fit(model) is not None
 
     def slowness(self, model: str, worker: Worker) -> float:
         """Learned duration of a prefill on `worker` relative to the mean; 1 while it is unknown."""
-        speeds = None if self._learned is None else self._learned.speeds(model)
+        speeds = None if self.learned is None else self.learned.speeds(model)
         return 1.0 if speeds is None else speeds.of(worker.index)
 
     def describe_index(self, workers: Iterable[Worker]) -> dict[str, Any]:

@@ -159,12 +159,14 @@ class WorkersNeeded:
         view_of: Callable[[str], FleetView],
         now: float,
         waiting: Mapping[str, float],
+        gateways: int = 1,
     ) -> dict[str, float]:
         """Model -> needed workers, as a fraction, for models with at least one routable worker.
 
         A model without routable workers has no figure: 0 would make an autoscaler remove workers because a
-        network is down. `view_of` is `Fleet.view`. `waiting` has the number of requests in the gateway's
-        queue by model or adapter.
+        network is down. `view_of` is `Fleet.view`. `waiting` has the number of requests in the queues by
+        model or adapter. `gateways` is the number of those whose load is in the view: the figure is one
+        gateway's part.
         """
         options = self._options
         known, self._known = self._known, {}
@@ -172,7 +174,7 @@ class WorkersNeeded:
             # Which name a request waits under does not matter: all workers of a view serve the same names.
             queued = sum(number for name, number in waiting.items() if view.workers[0].serves(name))
             demand = demand_of(view.workers, now, queue_s=options.queue_s, waiting=queued)
-            needed = demand.total / options.target_utilisation
+            needed = demand.total / options.target_utilisation / gateways
             before = known.get(view.model)
             if before is not None and options.smoothing_s:
                 average, then = before

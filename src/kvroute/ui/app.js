@@ -135,7 +135,7 @@ function rowOf(entry) {
     strategy: entry.strategy, reason: entry.reason ?? entry.error, tokens: entry.prompt_tokens,
     matched: entry.ranking?.[0].matched_tokens, cached: entry.cached_tokens, ttfb_s: entry.time_to_first_byte_s,
     duration_s: entry.duration_s, prefill_worker: entry.handover_fallback ? null : entry.prefill_worker,
-    moved: entry.handover_fallback ? null : entry.moved_tokens,
+    moved: entry.handover_fallback ? null : entry.moved_tokens, member: entry.member,
   };
 }
 

@@ -124,6 +124,7 @@ export class Views {
       { title: "Worker", wide: true, of: (row) => (row.prefill_worker ? `${row.prefill_worker}, then ${row.worker}` : row.worker) },
       { title: "Status", number: true, of: (row) => String(row.status || "–") },
       { title: "Reason", of: (row) => row.reason ?? "–" },
+      { title: "Decided by", of: (row) => row.member || "–" },
       { title: "Tokens", number: true, of: (row) => count(row.tokens) },
       { title: "Predicted", number: true, of: (row) => count(row.matched) },
       { title: "Moved", number: true, of: (row) => count(row.moved) },
@@ -170,6 +171,15 @@ export class Views {
       { title: "Restarts", number: true, of: (row) => count(row.restarts) },
       { title: "Lost", number: true, of: (row) => count(row.losses) },
       { title: "Orphan blocks", number: true, of: (row) => count(row.orphans) },
+    ]);
+    this.members = new Table("member-table", "Processes of all gateways that share", [
+      { title: "Member", row: true, of: (row) => `${row.name ?? row.member}/${row.process ?? "?"}${row.is_self ? " (this one)" : ""}` },
+      { title: "State", of: (row, key, cell) => { cell.className = row.state === "alive" ? "good" : "bad"; return row.problem ? `${row.state}: ${row.problem}` : row.state; } },
+      { title: "Lag", number: true, of: (row) => (row.lag_ms === null ? "–" : seconds(row.lag_ms / 1000)) },
+      { title: "Silent for", number: true, of: (row) => seconds(row.silent_s) },
+      { title: "Gaps", number: true, of: (row) => count(row.gaps) },
+      { title: "Missed batches", number: true, of: (row) => count(row.missed_batches) },
+      { title: "Release", of: (row) => row.release ?? "–" },
     ]);
     this.tokenizers = new Table("token-table", "Tokenizers by model", [
       { title: "Model", row: true, of: (row, key) => key },
@@ -265,6 +275,11 @@ export class Views {
           ? "The lag of a stream is not known exactly: the page shows when its last batch was read. A worker without new blocks sends none."
           : "No event streams: the strategy in force does not read the workers' caches.",
       );
+    }
+    if (has("members")) {
+      const rows = sections.members ?? [];
+      this.members.draw(rows.map((row) => [row.member, row]));
+      setText(byId("member-note"), rows.length ? "Every five seconds. Lag is the way of a member's own messages through Redis." : "This gateway shares with no other one (sharing.url).");
     }
     if (has("tokenizers", "discovery", "notes", "processes", "recording", "map")) this.drawNotes();
     if (has("strategies")) {

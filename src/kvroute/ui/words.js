@@ -60,6 +60,7 @@ export function sentences(entry) {
   const said = [
     `Request ${entry.request_id} went to ${first.worker}, because ${REASONS[entry.reason] ?? entry.reason} (${entry.reason}).`,
   ];
+  if (entry.member) said.push(`${entry.member} decided.`);
   if (first.worker !== entry.worker) {
     said.push(`After ${entry.attempts} attempts it was answered by ${entry.worker}.`);
   }

@@ -382,13 +382,15 @@ class CacheServerState(SharedReport, frozen=True):
     """What the sender knows of a server follows, as `CacheServerStore`s and a `CacheServerStateEnd`.
 
     It has all batches up to number `seq`, and perhaps some later ones. `via`: the member that the server
-    reports to; empty: the sender. `is_reporting`: that member is alive.
+    reports to; empty: the sender. `is_reporting`: that member is alive. `scheme_known`: `chunk_tokens` is not
+    only the configured default.
     """
 
     server: str
     address: str
     port: _Count
     chunk_tokens: Annotated[int, Meta(ge=1)]
+    scheme_known: bool
     incarnation: _Count
     seq: _Count
     via: str

@@ -131,6 +131,10 @@ class Discoverer:
         """Number of failed reads, unusable entries and crashes, by source."""
         return {name: source.errors + self.crashes[name] for name, source in self._sources.items()}
 
+    def describe(self) -> dict[str, dict[str, int]]:
+        """These numbers as JSON values."""
+        return {"errors": self.errors(), "kept": self.kept(), "shrinks": dict(self.shrinks)}
+
     def kept(self) -> dict[str, int]:
         """Number of workers that stay although their source no longer names them, by source.
 

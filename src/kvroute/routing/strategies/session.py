@@ -175,6 +175,22 @@ class Session:
         else:
             self._placements.put(key, _Placement(*state))
 
+    def placements(self) -> list[tuple[str, int, WorkerId, WorkerId]]:
+        """Model, hash of the session key, home and worker of each placement, the least recently used first.
+
+        Sessions at their home are left out.
+        """
+        return [
+            (model, place, home, worker)
+            for (model, place), (home, worker) in self._placements.items()
+            if home != worker
+        ]
+
+    def place(self, model: str, place: int, home: WorkerId, worker: WorkerId) -> None:
+        """Take over another process's placement, unless this one has placed the session itself."""
+        if (model, place) not in self._placements:
+            self._placements.put((model, place), _Placement(home, worker))
+
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
         place = _place(session_key)
