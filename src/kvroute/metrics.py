@@ -347,9 +347,7 @@ class Metrics(Collector):
             "kvroute_key_requests", "Requests that were admitted, by the name of their key.", ["key"]
         )
         self.key_tokens = self._counter(
-            "kvroute_key_tokens",
-            "Prompt and completion tokens that were charged to keys with a limit on tokens.",
-            ["key"],
+            "kvroute_key_tokens", "Prompt and completion tokens charged to keys that limit them.", ["key"]
         )
         self.key_limited = self._counter(
             "kvroute_key_limited", "Requests refused by a limit of their key.", ["key", "limit"]
@@ -361,9 +359,7 @@ class Metrics(Collector):
             "kvroute_key_reloads", "Changes of the file of keys that were loaded or refused.", ["outcome"]
         )
         self.jwks_reads = self._counter(
-            "kvroute_jwks_reads",
-            "Reads of the signing keys of tokens (server.jwt) by outcome: loaded, unchanged or failed.",
-            ["outcome"],
+            "kvroute_jwks_reads", "Reads of tokens' signing keys: loaded, unchanged or failed.", ["outcome"]
         )
         self.tokens_checked = self._counter(
             "kvroute_tokens_checked",
