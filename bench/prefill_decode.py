@@ -1,15 +1,16 @@
 """Measure when prefill and decode on different workers pay, in virtual time: by cost, and by other rules.
 
     python bench/prefill_decode.py [--workload conv] [--seeds 3] [--jobs 2] [--json]
-    python bench/prefill_decode.py --choose [--workload conv] [--jobs 2]
+    python bench/prefill_decode.py --choose [--keep] [--workload conv] [--jobs 2]
 
 Eight simulated engines (Llama-3.1-70B on 8 H100, GPU cache only) and kvroute's own router. The rules differ
 in what they hand over: nothing (all workers are for both roles), each prompt, prompts above a length
 (HyperPod's `routingThreshold`), prompts with more uncached tokens (llm-d), or what costs less (kvroute). Each
 rule has the split of roles and the threshold that are best for it: `--choose` searches them on seeds 0 to 2,
-by the product of mean time to first token and p90 time per output token, and prints the table `CHOSEN`; the
-verdicts use seeds 3 to 5. The loads are 70% and 90% of the highest load that any of `CAPACITY_SETTINGS`
-carries with a p90 of `CAPACITY_P90_S` to the first token.
+by the product of mean time to first token and p90 time per output token (for kvroute: by the figure that is
+worse relative to the best other rule), and prints the table `CHOSEN`. The verdicts use seeds 3 to 5. The
+loads are 70% and 90% of the highest load that any of `CAPACITY_SETTINGS` carries with a p90 of
+`CAPACITY_P90_S` to the first token.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.pool import Pool
 from statistics import fmean
 
 from prefill_decode_chosen import CHOSEN
-from prefill_decode_runs import WORKLOADS, Case, Setting, run
+from prefill_decode_runs import WORKERS, WORKLOADS, Case, Setting, run
 from routing_runs import Figures
 
 SHARES = (0.7, 0.9)
+FIRST_SEED, SEARCH_SEEDS, SHORTLIST = (0,), (0, 1, 2), 3
+"""All settings of a rule are run with the first seed, and the best ones with all."""
 CAPACITY_P90_S = {"conv": 5.0, "agents": 5.0, "chat8k": 5.0, "chat64k": 15.0}
 """A cold prompt of 64K takes 4.2 s alone."""
 CAPACITY_SETTINGS = (Setting("both"), Setting("cost", 2), Setting("cost", 3))
@@ -41,7 +44,7 @@ GRID: dict[str, list[Setting]] = {
     "uncached": [Setting("uncached", prefill, threshold=each) for prefill in _SPLITS for each in _THRESHOLDS],
     "cost": [
         Setting("cost"),
-        *(Setting("cost", prefill, is_mixed) for prefill in _SPLITS for is_mixed in (False, True)),
+        *(Setting("cost", prefill, both) for prefill in _SPLITS for both in (0, 2, WORKERS - prefill)),
     ],
 }
 
@@ -80,39 +83,62 @@ def capacity(task: tuple[str, Setting]) -> float:
     return low
 
 
-def choose(pool: Pool, workload: str) -> None:
-    """Print the lines of `CHOSEN` for a workload."""
-    tasks = [(workload, setting) for setting in CAPACITY_SETTINGS]
-    capacities = pool.map(capacity, tasks, chunksize=1)
-    for setting, found in zip(CAPACITY_SETTINGS, capacities, strict=True):
-        print(f"# {workload}: {setting.rule}, {setting}: {found:.3g}", file=sys.stderr, flush=True)
+class Searcher:
+    """Runs settings of one workload at one rate. Mutable: keeps the figures of its runs."""
+
+    def __init__(self, pool: Pool, workload: str, rate: float) -> None:
+        self._pool, self._workload, self._rate = pool, workload, rate
+        self._known: dict[tuple[Setting, int], Figures] = {}
+
+    def means(self, settings: Iterable[Setting], seeds: Sequence[int]) -> dict[Setting, Result]:
+        wanted = [(setting, seed) for setting in settings for seed in seeds]
+        cases = {key: Case(self._workload, self._rate, *key) for key in wanted if key not in self._known}
+        figures = run_all(self._pool, cases.values())
+        self._known |= {key: figures[case] for key, case in cases.items()}
+        return {setting: result([self._known[setting, seed] for seed in seeds]) for setting, _ in wanted}
+
+    def best_of_rule(self, settings: Sequence[Setting]) -> Setting:
+        """The setting with the least product of both figures."""
+        first = self.means(settings, FIRST_SEED)
+        found = self.means(sorted(settings, key=lambda each: first[each].score)[:SHORTLIST], SEARCH_SEEDS)
+        return min(found, key=lambda each: found[each].score)
+
+    def best_by_cost(self, settings: Sequence[Setting], others: Sequence[Setting]) -> Setting:
+        """kvroute's setting: see `best_by_cost`. `others` has the settings of the other rules."""
+        all_others = self.means(others, SEARCH_SEEDS)
+        baseline = min(others, key=lambda each: all_others[each].score)
+        first, theirs = self.means(settings, FIRST_SEED), self.means([baseline], FIRST_SEED)[baseline]
+        shortlist = sorted(settings, key=lambda each: worse_ratio(first[each], theirs))[:SHORTLIST]
+        return best_by_cost(self.means(shortlist, SEARCH_SEEDS), all_others[baseline])
+
+
+def worse_ratio(ours: Result, theirs: Result) -> float:
+    """The larger one of the two figures, each relative to another rule's."""
+    return max(ours.ttft / theirs.ttft, ours.tpot / theirs.tpot)
+
+
+def best_by_cost(found: Mapping[Setting, Result], baseline: Result) -> Setting:
+    """The setting whose worse figure is lowest, relative to the best other rule."""
+    return min(found, key=lambda each: worse_ratio(found[each], baseline))
+
+
+def choose(pool: Pool, workload: str, *, keep: bool) -> None:
+    """Print the lines of `CHOSEN` for a workload; with `keep` the other rules keep their settings."""
+    if not keep:
+        tasks = [(workload, setting) for setting in CAPACITY_SETTINGS]
+        capacities = pool.map(capacity, tasks, chunksize=1)
+        for setting, found in zip(CAPACITY_SETTINGS, capacities, strict=True):
+            print(f"# {workload}: {setting.rule}, {setting}: {found:.3g}", file=sys.stderr, flush=True)
     for share in SHARES:
-        rate = round(share * max(capacities), 2)
-        bases = [Case(workload, rate, setting) for settings in GRID.values() for setting in settings]
-        first = run_all(pool, bases)
-        best: dict[str, Setting] = {}
-        shortlist = {
-            rule: sorted(settings, key=lambda each: result([first[Case(workload, rate, each)]]).score)[:3]
-            for rule, settings in GRID.items()
-        }
-        more = run_all(
-            pool,
-            (
-                Case(workload, rate, each, seed)
-                for settings in shortlist.values()
-                for each in settings
-                for seed in (1, 2)
-            ),
-        )
-        known = first | more
-        for rule, settings in shortlist.items():
-            best[rule] = min(
-                settings,
-                key=lambda each: (
-                    result([known[Case(workload, rate, each, seed)] for seed in (0, 1, 2)]).score
-                ),
-            )
-        print(f'    ("{workload}", {share}): ({rate}, {list(best.values())!r}),', flush=True)
+        rate, best = CHOSEN[workload, share]
+        if not keep:
+            rate = round(share * max(capacities), 2)
+        searcher = Searcher(pool, workload, rate)
+        others = [setting for setting in best if setting.rule != "cost"]
+        if not keep:
+            others = [searcher.best_of_rule(settings) for rule, settings in GRID.items() if rule != "cost"]
+        ours = searcher.best_by_cost(GRID["cost"], others)
+        print(f'    ("{workload}", {share}): ({rate}, {[*others, ours]!r}),', flush=True)
 
 
 @dataclass(frozen=True)
@@ -156,6 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeatable")
     parser.add_argument("--choose", action="store_true", help="search the settings again (an hour)")
+    parser.add_argument("--keep", action="store_true", help="with --choose: search those of kvroute only")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", action="store_true")
@@ -164,7 +191,7 @@ def main() -> None:
     with multiprocessing.Pool(options.jobs) as pool:
         if options.choose:
             for name in names:
-                choose(pool, name)
+                choose(pool, name, keep=options.keep)
             return
         chosen = {key: value for key, value in CHOSEN.items() if key[0] in names}
         seeds = range(3, 3 + options.seeds)

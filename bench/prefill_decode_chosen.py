@@ -10,7 +10,7 @@ CHOSEN: dict[tuple[str, float], tuple[float, list[Setting]]] = {
             Setting("always", 5),
             Setting("length", 5, threshold=8192),
             Setting("uncached", 5, threshold=8192),
-            Setting("cost"),
+            Setting("cost", 5),
         ],
     ),
     ("conv", 0.9): (
@@ -50,7 +50,7 @@ CHOSEN: dict[tuple[str, float], tuple[float, list[Setting]]] = {
             Setting("always", 3),
             Setting("length", 3, threshold=1024),
             Setting("uncached", 4, threshold=32768),
-            Setting("cost", 1),
+            Setting("cost"),
         ],
     ),
     ("chat64k", 0.9): (
@@ -70,7 +70,7 @@ CHOSEN: dict[tuple[str, float], tuple[float, list[Setting]]] = {
             Setting("always", 5),
             Setting("length", 2, threshold=16384),
             Setting("uncached", 5, threshold=2048),
-            Setting("cost", 2),
+            Setting("cost", 5),
         ],
     ),
     ("agents", 0.9): (
@@ -80,7 +80,7 @@ CHOSEN: dict[tuple[str, float], tuple[float, list[Setting]]] = {
             Setting("always", 5),
             Setting("length", 2, threshold=16384),
             Setting("uncached", 1, threshold=16384),
-            Setting("cost", 3),
+            Setting("cost", 1),
         ],
     ),
 }

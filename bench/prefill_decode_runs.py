@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerRole, WorkerSpec
+from kvroute.routing.cost_parameters import CostOptions
 from kvroute.routing.prefill_decode import Choice, HandoverDispatch, PrefillDecodeOptions, choose
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import NoMap, RouteDecision, RouteQuery
 from kvroute.sim.cache import Link
-from kvroute.sim.fleet import FleetRequest, HandoverFleet, make_engines
+from kvroute.sim.fleet import FleetRequest, HandoverFleet, SimFleet, make_engines
 from routing_runs import Figures, figures
 from routing_workloads import BLOCK, Load, chat, conversation, tool
 
@@ -25,8 +27,34 @@ TOKEN_BYTES = 327_680
 LINK_BYTES_S = 50e9
 """Into one worker: one of the eight 400 Gbit/s cards of a server with 3,200 Gbit/s (AWS p5.48xlarge)."""
 LATENCY_S = 5e-3
+EXACT_COSTS = CostOptions(token_us=40.0, context_token_ns=0.75, iteration_ms=5.0)
+"""Those of `TimingModel`."""
 _ALL = PrefillDecodeOptions(threshold_tokens=0)
 """Hands over each prompt that the decode worker does not hold whole."""
+
+
+@dataclass(frozen=True, order=True)
+class Cold:
+    """Requests that share nothing. Their lengths in tokens vary by half."""
+
+    prompt: int
+    answer: int
+
+    def load(self, rate: float) -> Load:
+        """Random arrivals, `rate` per second, for a minute: at least 300 and at most 2,000 requests."""
+
+        def load(fleet: SimFleet, seed: int) -> None:
+            random, at = Random(seed), 0.0
+            for number in range(1, 1 + max(300, min(2000, round(60 * rate)))):
+                at += random.expovariate(rate)
+                prompt, answer = (
+                    round(each * random.uniform(0.5, 1.5)) for each in (self.prompt, self.answer)
+                )
+                keys = [number << 32 | place for place in range((prompt + answer) // BLOCK)]
+                fleet.submit(FleetRequest(keys, prompt, answer, conversation=number), at)
+
+        return load
+
 
 WORKLOADS: dict[str, Callable[[float], Load]] = {
     "conv": conversation,
@@ -38,20 +66,21 @@ WORKLOADS: dict[str, Callable[[float], Load]] = {
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """Roles and rule of a fleet. All workers are for both roles if `prefill` is 0; the rest of the fleet
-    decodes, or is for both roles with `is_mixed`."""
+    """Roles and rule of a fleet. All workers are for both roles if `prefill` is 0. Otherwise the first ones
+    are prefill workers, then come `both` ones for both roles, and the rest decodes."""
 
     rule: str
     prefill: int = 0
-    is_mixed: bool = False
+    both: int = 0
     threshold: int = 0
     """Tokens; read by the rules `length` and `uncached`."""
 
     def __str__(self) -> str:
         if not self.prefill:
             return "8 both"
-        rest = "both" if self.is_mixed else "decode"
-        text = f"{self.prefill} prefill + {WORKERS - self.prefill} {rest}"
+        decode = WORKERS - self.prefill - self.both
+        counts = ((self.prefill, "prefill"), (self.both, "both"), (decode, "decode"))
+        text = " + ".join(f"{count} {role}" for count, role in counts if count)
         return f"{text}, above {self.threshold}" if self.rule in ("length", "uncached") else text
 
     def role(self, worker: int) -> WorkerRole:
@@ -59,14 +88,14 @@ class Setting:
             return WorkerRole.BOTH
         if worker < self.prefill:
             return WorkerRole.PREFILL
-        return WorkerRole.BOTH if self.is_mixed else WorkerRole.DECODE
+        return WorkerRole.BOTH if worker < self.prefill + self.both else WorkerRole.DECODE
 
 
 @dataclass(frozen=True)
 class Case:
     """`rate` is requests per second, or clients per worker."""
 
-    workload: str
+    workload: str | Cold
     rate: float
     setting: Setting
     seed: int = 0
@@ -83,7 +112,9 @@ def run(case: Case) -> Figures:
         token_bytes=TOKEN_BYTES,
         latency_s=LATENCY_S,
     )
-    WORKLOADS[case.workload](case.rate)(fleet, case.seed)
+    work = case.workload
+    load = work.load(case.rate) if isinstance(work, Cold) else WORKLOADS[work](case.rate)
+    load(fleet, case.seed)
     fleet.run()
     return figures(fleet.done, fleet.computed_tokens())
 
@@ -98,11 +129,14 @@ class Roles:
     def __init__(self, case: Case) -> None:
         self._setting = case.setting
         self._number = case.seed << 32
+        # Equal prompts teach no costs, so these runs know them.
+        costs = EXACT_COSTS if isinstance(case.workload, Cold) else CostOptions()
         self._router = Router(
             RoutingOptions(
+                costs=costs,
                 prefill_decode=PrefillDecodeOptions(
                     link_gb_s=case.link_bytes_s / 1e9, latency_ms=LATENCY_S * 1e3
-                )
+                ),
             ),
             caches=NoMap(),
         )

@@ -126,6 +126,51 @@ def test_by_cost_a_short_prompt_stays_and_a_long_one_is_handed_over_while_stream
     assert decision.handover.whole.score < decision.ranking[0].score  # but it would delay the streams
 
 
+def stream_on(router, query, view, index: int, now: float = 0.0):
+    """Let the worker with this index answer `query`; returns the dispatch of the running stream."""
+    decision = router.decide(replace(query, hands_over=False), view)
+    candidate = next(each for each in decision.ranking if each.worker.index == index)
+    dispatch = router.dispatch(query, decision, candidate, now)
+    dispatch.first_token(now)
+    return dispatch
+
+
+def test_a_prompt_of_few_tokens_delays_no_stream(fleet, ask) -> None:
+    """Each iteration gives every stream a token, so only a prefill's tokens cost the streams time."""
+    router, view = router_with(stall_share=0.05, latency_ms=0.0, link_gb_s=1e6), fleet("pd")
+    for _ in range(100):
+        stream_on(router, ask(16), view, 1)
+
+    assert router.decide(ask(2), view).handover is None
+    assert router.decide(ask(LONG), view).handover is not None
+
+
+def test_a_busy_prefill_side_computes_the_long_prompts(fleet, ask) -> None:
+    """The delay of later requests, which grows with the square of a prompt's length, ranks one side only."""
+    router, view = router_with(), fleet("pd")
+    for number in range(40):  # the prefill side is busy, and nothing waits there
+        stream_on(router, ask(LONG), view, 0, float(number)).finish(float(number))
+    for _ in range(20):
+        stream_on(router, ask(SHORT), view, 1, 40.0)
+
+    decision = router.decide(ask(4 * LONG, 40.0), view)
+
+    assert decision.handover is not None
+    assert decision.handover.prefill.terms.marginal > 4 * decision.handover.prefill.prefill_s
+
+
+def test_a_prompt_of_which_the_decode_worker_lacks_one_token_stays_there(fleet, ask) -> None:
+    """The decode worker computes the last token of each prompt itself."""
+    router, view = router_with(threshold_tokens=0), fleet("pd")
+    first = ask(LONG)
+    run(router, first, view)
+
+    decision = router.decide(ask(LONG + 1, 4.0, first.prompts[0].keys), view)
+
+    assert decision.handover is None
+    assert decision.ranking[0].worker is view.workers[1]
+
+
 def test_by_cost_a_slow_link_keeps_a_prompt_on_the_decode_worker(fleet, ask) -> None:
     slow, view = router_with(link_gb_s=0.01), fleet("pd")
 

@@ -15,16 +15,21 @@
 
 The candidates are single workers and pairs. All costs are seconds:
 
-    single   score of the worker, as in docs/routing.md
-             + stall_share x streams on it x prefill of the prompt there
+    single   score of the worker, as in docs/routing.md, + stall
     pair     max(score of the prefill leg + transfer, wait of the decode worker) + one iteration there
              + memory, eviction, delay by active tokens and ramp of the decode worker
-    leg      score of the prefill worker without its delay by active tokens
-             + stall_share x streams on it x prefill of the prompt there
+    leg      score of the prefill worker without its delay by active tokens, + stall
     transfer latency + (tokens that the decode worker lacks) x seconds per token of its link
+    stall    stall_share x streams on the worker x (prefill of the prompt there - its iterations)
 
-A running stream waits for each prefill on its worker (chunked prefill shares each iteration), so a prefill
-delays every stream there by about its own length.
+A running stream waits for each prefill on its worker, but gets a token in each of its iterations (chunked
+prefill shares them). So a prefill delays every stream there by its length without the fixed time of its
+iterations.
+
+The best single worker and the best pair are compared without `marginal`, the delay of later requests, which
+ranks the workers of one side. It grows with the square of a prompt's length: with it the busy prefill side
+got the short prompts, and the decode side computed the long ones. Later requests need no such charge, because
+they go to the side where they wait less.
 """
 
 from __future__ import annotations
@@ -104,7 +109,7 @@ class PrefillDecodeOptions(Options):
         ge=0,
     )
     stall_share: float = option(
-        0.1,
+        0.15,
         "Charge for each second by which a prefill delays a stream that runs on the same worker.",
         higher="running streams are delayed less; more prompts are handed over",
         lower="0: only the time to the first token counts",
@@ -203,29 +208,40 @@ def choose(
         return Choice(() if strict else prefill_side, None, RouteReason.NO_DECODE_WORKER)
     others = () if strict else prefill_only
     targets = decode_side[:1] if keeps_first else decode_side
-    legs = _two_best_legs(prefill_side, options, now) if can_move and tokens > 1 else ()
-    best: Candidate | None = None
-    best_cost, leg_of_best, is_forced = 0.0, None, False
+    legs = _two_best_legs(prefill_side, tokens, costs, options) if can_move and tokens > 1 else ()
+    single: Candidate | None = None
+    pair: Candidate | None = None
+    single_cost = pair_cost = 0.0
+    leg_of_pair, is_forced = None, False
     step_s = costs.prefill_s(1, max(0, tokens - 1))
     has_pair = any(leg.candidate.worker is not each.worker for leg in legs for each in targets)
     for candidate in targets:
         miss = tokens - candidate.matched_tokens
         leg = next((leg for leg in legs if leg.candidate.worker is not candidate.worker), None)
-        must_move = threshold is not None and miss > threshold and can_move
+        must_move = threshold is not None and miss > max(1, threshold) and can_move
         if not must_move or not (has_pair or strict):
-            cost = candidate.score + _stall_s(candidate, options)
-            if best is None or cost < best_cost - costs.tie_share * best_cost - costs.tie_s:
-                best, best_cost, leg_of_best, is_forced = candidate, cost, None, False
+            cost = candidate.score + _stall_s(candidate, tokens, costs, options)
+            if single is None or cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
+                single, single_cost = candidate, cost
         if leg is not None and miss > 1:
-            pair = _pair(candidate, leg, links.move_s(candidate.worker.index, miss), step_s, now)
-            # A pair needs a second request, so it must be better, and not only equal.
-            if best is None or pair.score < best_cost - costs.tie_share * best_cost - costs.tie_s:
-                best, best_cost, leg_of_best, is_forced = pair, pair.score, leg, must_move
+            other = _pair(candidate, leg, links.move_s(candidate.worker.index, miss), step_s, now)
+            if pair is None or other.score < pair_cost - costs.tie_share * pair_cost - costs.tie_s:
+                pair, pair_cost, leg_of_pair, is_forced = other, other.score, leg, must_move
+    best, best_cost, leg_of_best = single, single_cost, None
+    if pair is not None and leg_of_pair is not None:
+        # The delay of later requests ranks the workers of one side only.
+        if single is not None:
+            single_cost -= single.terms.marginal
+            pair_cost -= leg_of_pair.candidate.terms.marginal
+        # A pair needs a second request, so it must be better, and not only equal.
+        if single is None or pair_cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
+            best, best_cost, leg_of_best = pair, pair.score, leg_of_pair
     if best is None:
         return Choice((), None, RouteReason.NO_PREFILL_WORKER)
     if others and best.terms.memory > 0.0 and not keeps_first:
         rescue = others[0]
-        if rescue.score + _stall_s(rescue, options) < best_cost:
+        rescue_cost = rescue.score + _stall_s(rescue, tokens, costs, options)
+        if rescue_cost < best_cost:
             return Choice([rescue, *decode_side, *others[1:]], None, RouteReason.DECODE_SIDE_FULL)
     rest = [each for each in decode_side if each.worker is not best.worker]
     ranking = [best, *rest, *others]
@@ -249,12 +265,14 @@ class _Leg(NamedTuple):
     """Until the prompt is computed, without charges for others."""
 
 
-def _two_best_legs(side: Sequence[Candidate], options: PrefillDecodeOptions, now: float) -> Sequence[_Leg]:
+def _two_best_legs(
+    side: Sequence[Candidate], tokens: int, costs: Costs, options: PrefillDecodeOptions
+) -> Sequence[_Leg]:
     """The two cheapest prefill workers: one of them may be the decode worker, which is no pair."""
     first = second = None
     for candidate in side:
         terms = candidate.terms
-        cost = candidate.score - terms.decode + _stall_s(candidate, options)
+        cost = candidate.score - terms.decode + _stall_s(candidate, tokens, costs, options)
         leg = _Leg(candidate, cost, max(terms.wait, terms.load) + terms.prefill)
         if first is None or cost < first.cost:
             first, second = leg, first
@@ -263,11 +281,14 @@ def _two_best_legs(side: Sequence[Candidate], options: PrefillDecodeOptions, now
     return [leg for leg in (first, second) if leg is not None]
 
 
-def _stall_s(candidate: Candidate, options: PrefillDecodeOptions) -> float:
+def _stall_s(candidate: Candidate, tokens: int, costs: Costs, options: PrefillDecodeOptions) -> float:
     """The charge for the delay of the streams that run on the worker, by the prefill of the request."""
     load = candidate.queue
     streams = load.in_flight - load.queued
-    return options.stall_share * streams * candidate.prefill_s if streams > 0 else 0.0
+    if streams <= 0:
+        return 0.0
+    chunks = max(1, -(-(tokens - candidate.matched_tokens) // costs.max_batched_tokens))
+    return options.stall_share * streams * max(0.0, candidate.prefill_s - costs.iteration_s * chunks)
 
 
 def _pair(candidate: Candidate, leg: _Leg, move_s: float, step_s: float, now: float) -> Candidate:
