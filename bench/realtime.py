@@ -134,9 +134,9 @@ async def replay(http: httpx.AsyncClient, url: str, planned: Sequence[Planned]) 
 
 
 @asynccontextmanager
-async def running_workers(folder: Path, count: int = WORKERS) -> Any:
+async def running_workers(folder: Path) -> Any:
     """Run the simulated workers; yields their URLs and their common process."""
-    ports = free_ports(count)
+    ports = free_ports(WORKERS)
     script = str(Path(__file__).parent / "realtime_workers.py")
     argv = (sys.executable, script, MODEL, *map(str, ports))
     urls = [f"http://127.0.0.1:{port}" for port in ports]

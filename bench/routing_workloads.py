@@ -53,11 +53,14 @@ def trace_rows() -> tuple[Row, ...]:
     )
 
 
-def conversation(rate: float) -> Load:
-    """The conversation trace, scaled in time to `rate` requests per second, quanta of 3 s spread evenly."""
+def conversation(rate: float, requests: int | None = None) -> Load:
+    """The conversation trace, or its first `requests`, scaled in time to `rate` requests per second.
+
+    Quanta of 3 s are spread evenly.
+    """
 
     def load(fleet: SimFleet, seed: int) -> None:
-        rows, random = trace_rows(), Random(seed)
+        rows, random = trace_rows()[:requests], Random(seed)
         scale = len(rows) / (rows[-1].quantum_s + 3.0) / rate
         for row in rows:
             request = FleetRequest(row.keys, row.prompt, row.output, conversation=row.session)

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
-from picker import LoadError, Watched, compared, load_lines, steady
+from picker import Blind, blind_run, unseen_lines
 from picker_door import commands
 
 
-def test_two_series_are_compared_sample_by_sample() -> None:
-    own, relay = Watched([0.0, 2.0, 4.0, 9.0], 100.0, 0.5), Watched([1.0, 1.0, 4.0], 200.0, 0.4)
+def test_a_relay_that_knows_every_first_token_has_no_error() -> None:
+    relay, assumed, events = (blind_run(0, "twice", sees, 60) for sees in ("relay", "assumed", "events"))
 
-    error = compared("picker", own, relay)
-
-    assert (error.mean_s, error.relay_mean_s) == (2.0, 2.0)
-    assert (error.bias_s, error.error_s) == (0.0, pytest.approx(2 / 3))
-    assert (error.prefill_tokens_s, error.relay_prefill_tokens_s) == (100.0, 200.0)
+    assert relay.error_s == 0.0
+    assert relay.queued_s == relay.relay_queued_s > 0.0
+    assert assumed.error_s > events.error_s > 0.0
 
 
-def test_requests_come_at_the_wanted_load() -> None:
-    planned = steady(0.5, 400.0, 1)
-
-    # 1,750 tokens of 40 us, 5 ms, and the attention: 0.076 s a prompt.
-    assert pytest.approx(len(planned), rel=0.1) == 400 * 0.5 / 0.076
-    assert planned == sorted(planned, key=lambda each: each.at_s)
-    assert len({each.body for each in planned}) == len(planned)
-
-
-def test_lines_have_medians_over_the_seeds() -> None:
-    errors = [
-        LoadError("picker, kvaware, costs x 1", mean, 2.0, 0.1, 0.2, 20_000.0, 25_000.0)
-        for mean in (1.0, 2.0, 6.0)
+def test_lines_have_ratios_to_the_relay_of_the_same_seed() -> None:
+    runs = [
+        Blind(seed, "right", sees, ttft_s, 1.0, 2.0, 0.5, 0.25)
+        for seed, sees, ttft_s in (
+            (0, "relay", 1.0),
+            (1, "relay", 2.0),
+            (0, "events", 2.0),
+            (1, "events", 4.0),
+        )
     ]
 
-    head, line = load_lines(errors)
+    head, relay, events = unseen_lines(runs)
 
-    assert "bias" in head
-    assert line.split() == [
-        "picker,",
-        "kvaware,",
-        "costs",
-        "x",
-        "1",
-        "2.000",
-        "2.000",
-        "0.100",
-        "0.200",
-        "20000",
-    ]
+    assert "over relay" in head
+    assert relay.split() == ["right", "relay", "1.50", "1.00", "1.00", "2.00", "0.50", "0.25"]
+    assert events.split() == ["right", "events", "3.00", "2.00", "1.00", "2.00", "0.50", "0.25"]
 
 
 def test_envoy_and_picker_get_the_same_workers(tmp_path: Path) -> None:
