@@ -15,10 +15,13 @@ down    Scaling down after a peak, at the recorded pace, because the value of a 
         third: two of three conversations end ("users leave"), or two of three new conversations do not begin
         and begun ones go on ("fewer arrive"). After 300 s more, the default stabilisation window of an HPA, 6
         of 12 workers are removed at once: those with the lowest deletion costs that the gateway has written,
-        or random ones. The figures are the cached tokens of the requests that arrive in the next seconds,
-        summed over the seeds, relative to the mean of the random removals of each seed, with a 90% interval
-        from resampled seeds. A seed chooses the conversations and the moments of arrivals. "steady": the load
-        stays, and 3 of 12 workers are removed. Then all workers are worth about the same.
+        or random ones. With "steering" the workers that would be removed first get `surplus_share` of their
+        traffic while the load needs fewer workers; random removals have no steering before them. The figures
+        are the cached tokens of the requests that arrive in the next seconds, summed over the seeds, relative
+        to the mean of the random removals of each seed, with a 90% interval from resampled seeds. A seed
+        chooses the conversations and the moments of arrivals. "steady": the load stays, and 3 of 12 workers
+        are removed. Then all workers are worth about the same. What steering costs is the mean time to first
+        token of the requests between the fall of the load and the removal.
 """
 
 from __future__ import annotations
@@ -31,13 +34,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import exp
 from multiprocessing.pool import Pool
 from random import Random
 from statistics import fmean
 
 from kvroute.deploy.render.plan import DRAIN_S
 from kvroute.fleet.worker import FleetView, WorkerId
-from kvroute.routing.scaling import CacheValue, DeletionCostOptions, WorkerWorth, due_patches
+from kvroute.routing.scaling import (
+    CacheValue,
+    DeletionCostOptions,
+    ScalingOptions,
+    WorkerWorth,
+    demand_of,
+    due_patches,
+    surplus,
+)
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, TieredEngine, TieredFleet, TierOptions, make_tiered_engines
@@ -60,9 +72,11 @@ OPTIONS = DeletionCostOptions(enabled=True)
 class Fleet(Kvroute):
     """kvroute's router, whose view of the fleet changes, and the fleet that it routes to."""
 
-    def __init__(self, seed: int, scale: float = 1.0) -> None:
+    def __init__(self, seed: int, scale: float = 1.0, *, steers: bool = False) -> None:
         super().__init__(seed)
-        self.scale = scale
+        self.scale, self.steers = scale, steers
+        self.needed: float | None = None
+        """The average of `WorkersNeeded`."""
         engines = self._engines(WORKERS)
         self.attach(engines, GPU_ONLY)
         self.run = TieredFleet(engines, self)
@@ -113,6 +127,19 @@ class Fleet(Kvroute):
         ]
         due = due_patches(worths, self.written, min_change=OPTIONS.min_change, most=OPTIONS.max_patches)
         self.written.update(due)
+        if self.steers:
+            self._steer(now)
+
+    def _steer(self, now: float) -> None:
+        """As `app.scaling.DeletionCosts.steer`; the autoscaler keeps at least half of the workers."""
+        options, workers = ScalingOptions(), self.gateways[0].view.workers
+        needed = demand_of(workers, now, queue_s=options.queue_s).total / options.target_utilisation
+        if self.needed is not None:
+            needed += (self.needed - needed) * exp(-OPTIONS.interval_s / options.smoothing_s)
+        self.needed = needed
+        rest = surplus(self.written, needed, WORKERS // 2)
+        for worker in workers:
+            worker.ramp = OPTIONS.surplus_share if worker.id in rest else 1.0
 
     def cheapest(self, count: int) -> list[int]:
         """The workers that Kubernetes removes first."""
@@ -226,17 +253,35 @@ Hits = list[int]
 """The cached tokens of the requests that arrive within each of `WINDOWS_S` after the removal."""
 
 
-def down(case: Down) -> list[Hits]:
-    """The hits after a removal by deletion cost, then those after each random one."""
-    fleet = before_removal(case)
+@dataclass(frozen=True)
+class DownResult:
+    by_cost: Hits
+    with_steering: Hits
+    at_random: list[Hits]
+    ttft_s: tuple[float, float]
+    """Mean time to first token between the fall of the load and the removal, without and with steering."""
+
+
+def down(case: Down) -> DownResult:
+    plain, steered = before_removal(case), before_removal(case, steers=True)
     random = Random(f"removals {case.seed}")
-    removals = [fleet.cheapest(case.removed)]
-    removals += [random.sample(range(WORKERS), case.removed) for _ in range(case.choices)]
-    return [in_copy(partial(after_removal, fleet, workers)) for workers in removals]
+    at_random = [random.sample(range(WORKERS), case.removed) for _ in range(case.choices)]
+    return DownResult(
+        in_copy(partial(after_removal, plain, plain.cheapest(case.removed))),
+        in_copy(partial(after_removal, steered, steered.cheapest(case.removed))),
+        [in_copy(partial(after_removal, plain, workers)) for workers in at_random],
+        (mean_ttft_s(plain), mean_ttft_s(steered)),
+    )
 
 
-def before_removal(case: Down) -> Fleet:
-    fleet = Fleet(case.seed, case.scale)
+def mean_ttft_s(fleet: Fleet) -> float:
+    """Of the requests that arrived since the load fell and have their first token."""
+    done = [request for request in fleet.run.done if request.arrival_s >= PEAK_S]
+    return fmean(request.ttft_s for request in done)
+
+
+def before_removal(case: Down, *, steers: bool = False) -> Fleet:
+    fleet = Fleet(case.seed, case.scale, steers=steers)
     for at, row in arrivals(case):
         submit(fleet, row, at)
     for number in range(1, int(REMOVAL_S / OPTIONS.interval_s) + 1):
@@ -287,13 +332,16 @@ def arrivals(case: Down) -> Iterator[tuple[float, Row]]:
         yield at, row
 
 
-def gains(results: Sequence[Sequence[Hits]]) -> list[float]:
-    """The hits by deletion cost relative to random removal, less 1, for each window; summed over seeds."""
+Choice = Callable[[DownResult], Hits]
+
+
+def gains(results: Sequence[DownResult], choice: Choice) -> list[float]:
+    """The hits after `choice` relative to random removal, less 1, for each window; summed over seeds."""
     found = []
     for window in range(len(WINDOWS_S)):
-        by_cost = sum(hits[0][window] for hits in results)
-        at_random = sum(fmean(each[window] for each in hits[1:]) for hits in results)
-        found.append(by_cost / at_random - 1)
+        chosen = sum(choice(result)[window] for result in results)
+        at_random = sum(fmean(each[window] for each in result.at_random) for result in results)
+        found.append(chosen / at_random - 1)
     return found
 
 
@@ -309,26 +357,35 @@ def measure_roll(pool: Pool, full: float) -> dict[str, object]:
     return {"steady": asdict(steady), "updated": asdict(updated)}
 
 
-def interval(results: Sequence[Sequence[Hits]]) -> list[tuple[float, float]]:
+def interval(results: Sequence[DownResult], choice: Choice) -> list[tuple[float, float]]:
     """The 90% interval of each of `gains`, from 1,000 samples of the seeds with replacement."""
     random = Random(0)
-    samples = [gains(random.choices(results, k=len(results))) for _ in range(1000)]
+    samples = [gains(random.choices(results, k=len(results)), choice) for _ in range(1000)]
     columns = [sorted(column) for column in zip(*samples, strict=True)]
     return [(column[50], column[949]) for column in columns]
 
 
 def measure_down(pool: Pool, full: float, seeds: int, choices: int) -> dict[str, object]:
     report: dict[str, object] = {}
+    by: dict[str, Choice] = {
+        "by cost": lambda result: result.by_cost,
+        "with steering": lambda result: result.with_steering,
+    }
     for change in CHANGES:
         cases = [Down(LOAD * full, seed, change, choices) for seed in range(seeds)]
         results = pool.map(down, cases, chunksize=1)
-        found = list(zip(WINDOWS_S, gains(results), interval(results), strict=True))
-        parts = [f"{gain:+.1%} ({low:+.0%} to {high:+.0%}) in {s:.0f} s" for s, gain, (low, high) in found]
-        print(
-            f"down, {change}: hits by deletion cost relative to random removal: {', '.join(parts)}",
-            flush=True,
-        )
-        report[change] = found
+        print(f"down, {change}: hits relative to random removal")
+        rows: dict[str, object] = {}
+        for name, choice in by.items():
+            found = list(zip(WINDOWS_S, gains(results, choice), interval(results, choice), strict=True))
+            parts = [
+                f"{gain:+.1%} ({low:+.0%} to {high:+.0%}) in {s:.0f} s" for s, gain, (low, high) in found
+            ]
+            print(f"    {name}: {', '.join(parts)}")
+            rows[name] = found
+        plain, steered = (fmean(result.ttft_s[with_] for result in results) for with_ in (0, 1))
+        print(f"    mean time to first token before the removal: {steered / plain:.3f} times", flush=True)
+        report[change] = rows | {"ttft_s": (plain, steered)}
     return report
 
 

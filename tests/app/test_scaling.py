@@ -19,10 +19,13 @@ from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
-from kvroute.app.scaling import ANNOTATION
+from kvroute.app.scaling import ANNOTATION, Scaling
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.errors import ConfigError
+from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
+from kvroute.metrics import Metrics
+from kvroute.routing.router import Router
 from kvroute.routing.strategy import RouteQuery
 
 
@@ -94,6 +97,11 @@ class Gateway:
         writer = self.runtime._scaling.deletion_costs
         assert writer is not None
         await writer.write_due()
+
+    def steer(self) -> None:
+        writer = self.runtime._scaling.deletion_costs
+        assert writer is not None
+        writer.steer()
 
     def figures(self) -> str:
         return generate_latest(self.runtime.metrics.registry).decode()
@@ -172,6 +180,50 @@ async def test_a_round_patches_at_most_max_patches():
         assert sorted(gateway.api.patches) == ["a", "b"]
         await gateway.round()
         assert sorted(gateway.api.patches) == ["a", "b", "c"]
+
+
+async def test_workers_that_would_be_removed_get_less_traffic_until_the_load_needs_them(caplog):
+    caplog.set_level(logging.INFO)
+    async with gateway_of("a", "b", "c", surplus_share=0.5) as gateway:
+        gateway.use("a", 100)
+        gateway.use("a", 100)
+        gateway.use("c", 100)
+        await gateway.round()
+        gateway.steer()
+
+        assert {name: worker.ramp for name, worker in gateway.workers.items()} == {
+            "a": 1.0,
+            "b": 0.5,
+            "c": 0.5,
+        }
+        assert 'kvroute_workers_surplus{model="m"} 2.0' in gateway.figures()
+        assert "surplus: b, c" in caplog.text
+
+        for worker in gateway.workers.values():
+            worker.load.reserve(gateway.clock.now(), 9000.0, 600)
+        await gateway.clock.advance(60.0)
+        gateway.steer()
+
+        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+        assert "surplus: none" in caplog.text
+
+
+async def test_the_least_number_of_workers_keeps_its_traffic():
+    async with gateway_of("a", "b", "c", min_workers=2) as gateway:
+        await gateway.round()
+        gateway.steer()
+
+        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
+
+
+async def test_a_ramp_after_an_ejection_goes_on():
+    async with gateway_of("a", "b") as gateway:
+        await gateway.round()
+        ramping = gateway.workers["b"]
+        gateway.runtime.fleet.mark_healthy(ramping, gateway.clock.now(), ramp_start=0.1, ramp_s=60.0)
+        gateway.steer()
+
+        assert ramping.ramp == 0.1
 
 
 async def test_a_refusal_ends_the_round_is_counted_and_logged_once(caplog):
@@ -316,3 +368,16 @@ async def test_needed_workers_are_on_the_metrics_page_with_the_requests_in_the_q
 
     # 5 s of 10 s, and 250 of 1000 tokens: 0.75 workers, of which half may be used.
     assert 'kvroute_workers_needed{model="m"} 1.5' in page
+
+
+def test_gateways_that_share_report_one_part_each_and_steer_by_the_whole():
+    fleet, clock = Fleet(), AdvancingClock()
+    fleet.apply("static", [WorkerSpec(WorkerId("a"), "http://a:1", models=("m",), capacity_tokens=1000)])
+    fleet.mark_healthy(fleet.workers()[0], 0.0)
+    fleet.workers()[0].load.reserve(clock.now(), 0.0, 600)
+    metrics = Metrics()
+    scaling = Scaling(Config(), fleet, Router(), metrics, clock, lambda: 3)
+    whole = scaling._workers_needed()["m"]
+
+    assert whole > 0
+    assert f'kvroute_workers_needed{{model="m"}} {whole / 3}' in generate_latest(metrics.registry).decode()

@@ -17,6 +17,7 @@ from scaling import (
     USERS,
     WORKERS,
     Down,
+    DownResult,
     Fleet,
     after_removal,
     arrivals,
@@ -118,7 +119,26 @@ def test_when_users_leave_a_third_of_all_conversations_remains_and_none_has_left
 
 
 def test_gains_compare_sums_over_seeds_with_the_mean_of_random_removals() -> None:
-    of_one_seed = [[20, 0, 0], [10, 1, 1], [30, 1, 1]]
-    of_another = [[40, 2, 0], [20, 0, 1], [20, 2, 1]]
+    of_one_seed = DownResult([20, 0, 0], [5, 0, 0], [[10, 1, 1], [30, 1, 1]], (1.0, 1.0))
+    of_another = DownResult([40, 2, 0], [15, 0, 2], [[20, 0, 1], [20, 2, 1]], (1.0, 1.0))
+    results = [of_one_seed, of_another]
 
-    assert gains([of_one_seed, of_another]) == pytest.approx([60 / 40 - 1, 2 / 2 - 1, -1.0])
+    assert gains(results, lambda result: result.by_cost) == pytest.approx([60 / 40 - 1, 2 / 2 - 1, -1.0])
+    assert gains(results, lambda result: result.with_steering) == pytest.approx([20 / 40 - 1, -1.0, 0.0])
+
+
+def test_steering_leaves_new_conversations_to_the_workers_that_would_stay() -> None:
+    fleet = Fleet(0, steers=True)
+    for number in range(40):
+        ask(fleet, number / 2, number)
+    fleet.until(60.0)
+    fleet.write_costs()
+    rest = {worker.index for worker in fleet.gateways[0].view.workers if worker.ramp < 1.0}
+    costs = {worker.index: fleet.written[worker.id] for worker in fleet.gateways[0].view.workers}
+
+    new = [ask(fleet, 60.0 + number, 100 + number) for number in range(20)]
+    fleet.run.run()
+
+    assert len(rest) == WORKERS // 2
+    assert max(costs[each] for each in rest) <= min(costs[each] for each in costs if each not in rest)
+    assert not rest & {request.worker for request in new}

@@ -78,18 +78,6 @@ def test_the_figure_is_the_demand_divided_by_the_target():
     }
 
 
-def test_gateways_that_share_report_one_part_each():
-    fleet = fleet_of(spec("a"))
-    fleet.workers()[0].load.reserve(0.0, 0.0, 600)
-    seen = fleet.catalog.bases, fleet.view
-
-    whole = WorkersNeeded(OPTIONS).update(*seen, 0.0, {})["m"]
-    parts = [WorkersNeeded(OPTIONS).update(*seen, 0.0, {}, 3)["m"] for _ in range(3)]
-
-    assert whole > 0
-    assert sum(parts) == pytest.approx(whole)
-
-
 def test_the_figure_is_an_average_over_time_however_often_it_is_read():
     fleet = fleet_of(spec("a"))
     often, seldom = WorkersNeeded(OPTIONS), WorkersNeeded(OPTIONS)

@@ -12,7 +12,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerId
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.scaling import MAX_COST, CacheValue, WorkerWorth, due_patches
+from kvroute.routing.scaling import MAX_COST, CacheValue, WorkerWorth, due_patches, surplus
 from kvroute.routing.strategy import RouteQuery
 
 WINDOW_S = 100.0
@@ -142,3 +142,22 @@ def test_a_fleet_without_load_and_cache_is_written_once():
 
     assert due == [(A, 0), (B, 0)]
     assert due_patches(idle, dict(due), min_change=0.25, most=5) == []
+
+
+@pytest.mark.parametrize(
+    ("needed", "least", "found"),
+    [
+        (2.0, 1, {A}),
+        (1.1, 1, {A}),  # a fraction of a worker is a worker
+        (0.4, 1, {A, C}),
+        (0.4, 2, {A}),
+        (3.0, 1, set()),
+        (9.0, 9, set()),
+    ],
+)
+def test_the_workers_that_are_worth_least_are_surplus_beyond_what_the_load_needs(needed, least, found):
+    assert surplus({A: 10, B: 30, C: 20}, needed, least) == found
+
+
+def test_of_equal_workers_the_same_ones_are_surplus_each_time():
+    assert surplus({A: 5, B: 5, C: 5}, 1.0, 1) == surplus({C: 5, B: 5, A: 5}, 1.0, 1) == {B, C}

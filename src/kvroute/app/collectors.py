@@ -248,7 +248,7 @@ def declared_families() -> Iterable[Metric]:
     yield _tier_bandwidth(())
     yield from link_metrics(None)
     yield from channel_metrics(None)
-    yield from deletion_cost_metrics({}, {})
+    yield from deletion_cost_metrics({}, {}, {})
 
 
 def tier_gauges(fleet: Fleet, router: Router, caches: CacheMap) -> Iterable[Metric]:

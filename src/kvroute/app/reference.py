@@ -85,6 +85,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "worker_active_tokens": "Which worker holds how many tokens of running prompts?",
             "worker_queued_prefill_seconds": "How long would a new request wait on each worker?",
             "workers_needed": "How many workers does the load need (for an autoscaler)?",
+            "workers_surplus": "How many workers get less traffic because scaling down would remove them?",
             "worker_deletion_cost": "Which worker would Kubernetes remove first?",
             "deletion_cost_patches": "Are deletion costs written?",
             "worker_probe_failures": "Which worker fails its health probes?",

@@ -189,7 +189,9 @@ class Runtime:
                 lambda: index_gauges(self.fleet, self.router),
             )
         )
-        self._scaling = Scaling(config, self.fleet, self.router, self.metrics, clock, replica)
+        self._scaling = Scaling(
+            config, self.fleet, self.router, self.metrics, clock, lambda: replica.gateways if replica else 1
+        )
         if self.cache_tracker is not None:
             caches = self.cache_tracker.caches
             self.metrics.registry.register(

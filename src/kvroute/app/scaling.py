@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
 
 from prometheus_client.core import Metric
 
@@ -19,10 +19,15 @@ from kvroute.fleet.options import FleetOptions
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.routing.router import Router
-from kvroute.routing.scaling import CacheValue, DeletionCostOptions, WorkersNeeded, WorkerWorth, due_patches
-
-if TYPE_CHECKING:
-    from kvroute.app.replica import Replica
+from kvroute.routing.scaling import (
+    MAX_COST,
+    CacheValue,
+    DeletionCostOptions,
+    WorkersNeeded,
+    WorkerWorth,
+    due_patches,
+    surplus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +53,24 @@ class Scaling:
         router: Router,
         metrics: Metrics,
         clock: Clock,
-        replica: Replica | None,
+        gateways: Callable[[], int],
     ) -> None:
-        """Registers the metrics. Raises ConfigError if the API server for deletion costs is unknown."""
+        """`gateways` returns the number of gateways that share their load, this one included.
+
+        Registers the metrics. Raises ConfigError if the API server for deletion costs is unknown.
+        """
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
         self._needed = WorkersNeeded(config.scaling)
         self._processes = config.server.processes
-        self._replica = replica
+        self._gateways = gateways
         self.deletion_costs: DeletionCosts | None = None
-        sources = [self._workers_needed]
+        sources = [self._metric_of_needed]
         if router.cache_value is not None:
             api = _pods_api(config.fleet)
-            self.deletion_costs = DeletionCosts(config.scaling.deletion_cost, api, fleet, router, clock)
+            options = config.scaling.deletion_cost
+            self.deletion_costs = DeletionCosts(options, api, fleet, router, clock, self._workers_needed)
             sources.append(self.deletion_costs.metrics)
         metrics.registry.register(Gauges(*sources))
 
@@ -71,16 +80,20 @@ class Scaling:
             return []
         return [asyncio.create_task(self.deletion_costs.run(), name="deletion costs")]
 
-    def _workers_needed(self) -> Iterable[Metric]:
+    def _metric_of_needed(self) -> Iterable[Metric]:
+        gateways = self._gateways()
+        needed = self._workers_needed()
+        yield workers_needed_metric({model: number / gateways for model, number in needed.items()})
+
+    def _workers_needed(self) -> dict[str, float]:
+        """Model -> the workers that the load of all gateways which share needs."""
         # Each process sees its own queue only; the processes get equal shares of the requests, and so do the
         # gateways that share.
         fleet, waiting = self._fleet, dict[str, float]()
-        gateways = 1 if self._replica is None else self._replica.gateways
+        queues = self._processes * self._gateways()
         for (model, _), tally in self._metrics.queue_waiting.children.items():
-            waiting[model] = waiting.get(model, 0.0) + self._processes * gateways * tally.value
-        yield workers_needed_metric(
-            self._needed.update(fleet.catalog.bases, fleet.view, self._clock.now(), waiting, gateways)
-        )
+            waiting[model] = waiting.get(model, 0.0) + queues * tally.value
+        return self._needed.update(fleet.catalog.bases, fleet.view, self._clock.now(), waiting)
 
 
 def _pods_api(options: FleetOptions) -> KubernetesApi:
@@ -92,7 +105,8 @@ def _pods_api(options: FleetOptions) -> KubernetesApi:
 class DeletionCosts:
     """Keeps the annotation `ANNOTATION` of the workers' pods near what each worker is worth.
 
-    A worker's id must be the name of its pod, as it is with discovery through the Kubernetes API. Mutable:
+    A worker's id must be the name of its pod, as it is with discovery through the Kubernetes API. Workers
+    that scaling down would remove now get less traffic, so that new conversations begin elsewhere. Mutable:
     the costs that were written.
     """
 
@@ -103,8 +117,9 @@ class DeletionCosts:
         fleet: Fleet,
         router: Router,
         clock: Clock,
+        needed: Callable[[], Mapping[str, float]],
     ) -> None:
-        """The router must have a `cache_value`."""
+        """The router must have a `cache_value`. `needed` returns `WorkersNeeded.update`."""
         assert router.cache_value is not None
         self._options = options
         self._api = api
@@ -117,6 +132,9 @@ class DeletionCosts:
         """The pods whose last patch failed."""
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._logged_trouble = ""
+        self._needed = needed
+        self._surplus: dict[str, frozenset[WorkerId]] = {}
+        """Model -> the workers that get less traffic."""
         fleet.subscribe(self._fleet_changed)
 
     async def run(self) -> None:
@@ -127,6 +145,7 @@ class DeletionCosts:
             while True:
                 await self._clock.sleep(pause_s)
                 await self.write_due()
+                self.steer()
                 pause_s = self._options.interval_s
         finally:
             await self.aclose()
@@ -165,8 +184,26 @@ class DeletionCosts:
         if due:
             self._log_once("")
 
+    def steer(self) -> None:
+        """Send less traffic to the workers that scaling down would remove now, by the written costs."""
+        options, before = self._options, self._surplus
+        self._surplus, useful = {}, set[WorkerId]()
+        for model, needed in self._needed().items():
+            ids = [worker.id for worker in self._fleet.view(model).workers]
+            costs = {each: self._written.get(each, MAX_COST) for each in ids}
+            found = self._surplus[model] = surplus(costs, needed, options.min_workers)
+            useful.update(each for each in ids if each not in found)
+            if found != before.get(model, frozenset()):
+                names = ", ".join(sorted(found)) or "none"
+                log.info(
+                    "the load of %s needs %.1f of %d workers; surplus: %s", model, needed, len(ids), names
+                )
+        rest = frozenset[WorkerId]().union(*self._surplus.values()) - useful
+        for worker in self._fleet.workers():
+            self._fleet.set_share(worker, options.surplus_share if worker.id in rest else 1.0)
+
     def metrics(self) -> Iterable[Metric]:
-        return deletion_cost_metrics(self._written, self._outcomes)
+        return deletion_cost_metrics(self._written, self._outcomes, self._surplus)
 
     def _log_once(self, trouble: str) -> None:
         """Log a trouble when it begins, and its end."""
@@ -197,13 +234,23 @@ def workers_needed_metric(needed: Mapping[str, float]) -> Metric:
     )
 
 
-def deletion_cost_metrics(written: Mapping[WorkerId, int], outcomes: Mapping[str, int]) -> Iterable[Metric]:
+def deletion_cost_metrics(
+    written: Mapping[WorkerId, int],
+    outcomes: Mapping[str, int],
+    surplus: Mapping[str, Collection[WorkerId]],
+) -> Iterable[Metric]:
     """Metrics of the deletion costs; without samples where they are off."""
     yield gauge(
         "kvroute_worker_deletion_cost",
         "Deletion cost written to each worker's pod: milliseconds of prefill that its removal costs.",
         ("worker",),
         [((worker,), float(cost)) for worker, cost in written.items()],
+    )
+    yield gauge(
+        "kvroute_workers_surplus",
+        "Workers of each model that get less traffic, because the load does not need them.",
+        ("model",),
+        [((model,), float(len(workers))) for model, workers in surplus.items()],
     )
     yield counter(
         "kvroute_deletion_cost_patches",

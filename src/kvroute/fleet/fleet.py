@@ -390,11 +390,9 @@ class Fleet:
 
     def health(self, worker: Worker) -> HealthState:
         """UNKNOWN, HEALTHY or UNHEALTHY, also for a draining worker; DRAINING if it has left the fleet."""
-        return (
-            self._health_of_draining.get(worker.id, worker.state)
-            if self._is_current(worker)
-            else worker.state
-        )
+        if not self._is_current(worker):
+            return worker.state
+        return self._health_of_draining.get(worker.id, worker.state)
 
     def mark_healthy(
         self, worker: Worker, now: float, *, ramp_start: float = 1.0, ramp_s: float = 0.0
@@ -439,17 +437,20 @@ class Fleet:
             changes.append((FleetChange.CAPACITY, worker))
         if _served(facts) != _served(before[0]):
             self._changed(*changes, (FleetChange.MODELS, worker))
-            return
-        for change, changed in changes:
-            self._notify(change, changed)
+        else:
+            for change, changed in changes:
+                self._notify(change, changed)
 
     def refresh_ramp(self, worker: Worker, now: float) -> None:
         """Set `worker.ramp` to its value at `now`. Safe at any time: the ramp stays on the same line."""
-        if worker.ramp_until is None:
-            return
-        worker.ramp, worker.ramp_since = worker.ramp_at(now), now
-        if worker.ramp == 1.0:
-            worker.ramp_until = None
+        if worker.ramp_until is not None:
+            worker.ramp, worker.ramp_since = worker.ramp_at(now), now
+            if worker.ramp == 1.0:
+                worker.ramp_until = None
+
+    def set_share(self, worker: Worker, share: float) -> None:
+        """Set `worker.ramp`, unless a ramp changes it."""
+        worker.ramp = share if worker.ramp_until is None else worker.ramp
 
     # Draining
 

@@ -148,8 +148,9 @@ class Worker:
     state: HealthState = HealthState.UNKNOWN
     facts: WorkerFacts = field(default_factory=WorkerFacts)
     ramp: float = 1.0
-    """Share of its normal traffic that a worker gets after an ejection, (0, 1], as of `ramp_since`.
-    Every passed probe refreshes it; `ramp_at` gives the exact value."""
+    """Share of its normal traffic that a worker gets, (0, 1]: less than 1 after an ejection, and while
+    scaling down would remove it. During a ramp it is the share as of `ramp_since`: every passed probe
+    refreshes it, and `ramp_at` gives the exact value."""
     index: int = 0
     """Position in the worker bitmask; unique among live workers, reused after removal."""
     ramp_since: float = 0.0

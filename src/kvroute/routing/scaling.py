@@ -11,7 +11,7 @@ ago, conversations that have ended were not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import exp
+from math import ceil, exp
 from typing import Annotated, Final, NamedTuple
 
 from kvroute.blocks.keys import PromptKeys
@@ -62,6 +62,23 @@ class DeletionCostOptions(Options):
         ge=0,
         higher="fewer requests to the API server",
         lower="the order of workers of similar worth is more recent",
+    )
+    surplus_share: float = option(
+        0.25,
+        "Share of its normal traffic that a worker gets while the load needs fewer workers and this one "
+        "would be removed first. So new conversations begin where they can stay. 1: no difference.",
+        unit="share",
+        gt=0,
+        le=1,
+        higher="requests are spread over more workers",
+        lower="fewer conversations are lost when workers are removed",
+    )
+    min_workers: int = option(
+        1,
+        "Workers of a model that always get their normal traffic: the minimum of the autoscaler.",
+        ge=1,
+        higher="requests are spread over more workers",
+        lower="fewer conversations are lost when workers are removed",
     )
     max_patches: int = option(
         20,
@@ -159,14 +176,12 @@ class WorkersNeeded:
         view_of: Callable[[str], FleetView],
         now: float,
         waiting: Mapping[str, float],
-        gateways: int = 1,
     ) -> dict[str, float]:
         """Model -> needed workers, as a fraction, for models with at least one routable worker.
 
         A model without routable workers has no figure: 0 would make an autoscaler remove workers because a
         network is down. `view_of` is `Fleet.view`. `waiting` has the number of requests in the queues by
-        model or adapter. `gateways` is the number of those whose load is in the view: the figure is one
-        gateway's part.
+        model or adapter.
         """
         options = self._options
         known, self._known = self._known, {}
@@ -174,7 +189,7 @@ class WorkersNeeded:
             # Which name a request waits under does not matter: all workers of a view serve the same names.
             queued = sum(number for name, number in waiting.items() if view.workers[0].serves(name))
             demand = demand_of(view.workers, now, queue_s=options.queue_s, waiting=queued)
-            needed = demand.total / options.target_utilisation / gateways
+            needed = demand.total / options.target_utilisation
             before = known.get(view.model)
             if before is not None and options.smoothing_s:
                 average, then = before
@@ -298,3 +313,13 @@ def due_patches(
     due = [worker for worker, change in changes.items() if change > tolerated]
     due.sort(key=lambda worker: (-changes[worker], worker))
     return [(worker, costs[worker]) for worker in due[:most]]
+
+
+def surplus(costs: Mapping[WorkerId, int], needed: float, least: int) -> frozenset[WorkerId]:
+    """The workers of one model that scaling down would remove now: those with the lowest deletion costs.
+
+    The load needs `needed` of the workers in `costs`, a fraction; at least `least` stay.
+    """
+    kept = max(least, ceil(needed))
+    by_cost = sorted(costs, key=lambda worker: (-costs[worker], worker))
+    return frozenset(by_cost[kept:])

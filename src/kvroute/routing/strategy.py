@@ -217,7 +217,7 @@ class CostTerms(NamedTuple):
     decode: float = 0.0
     """The delay of the answer by the tokens of running requests."""
     ramp: float = 0.0
-    """A surcharge that keeps a worker at its ramp's share of traffic after an ejection."""
+    """A surcharge that keeps a worker at its share of traffic (`Worker.ramp`)."""
 
     @property
     def score(self) -> float:

@@ -581,11 +581,16 @@ def test_deletion_costs_come_with_the_permission_to_patch_pods(own, plan):
     assert rules(**{"x-kvroute.scaling.deletionCost": True}) == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
     ]
-    found = objects_of(
-        plan(own({"x-kvroute.kubernetes.workload": "Deployment", "x-kvroute.scaling.deletionCost": True}))
-    )
+    change = {
+        "x-kvroute.kubernetes.workload": "Deployment",
+        "x-kvroute.scaling.deletionCost": True,
+        "spec.autoScalingSpec": {"minReplicaCount": 3, "maxReplicaCount": 9},
+    }
+    found = objects_of(plan(own(change)))
     written = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
-    assert Config.model_validate(written).scaling.deletion_cost.enabled
+    costs = Config.model_validate(written).scaling.deletion_cost
+    assert costs.enabled
+    assert costs.min_workers == 3
 
 
 def test_cloudwatch_triggers_need_and_get_a_region(hyperpod, plan):

@@ -63,7 +63,9 @@ def gateway_config(
     if plan.is_hyperpod_document:
         config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
     if secrets and plan.extension.scaling.deletion_cost:
-        config["scaling"] = {"deletion_cost": {"enabled": True}}
+        workers = plan.spec.auto_scaling_spec
+        least = 1 if workers is None else max(1, workers.min_replica_count)
+        config["scaling"] = {"deletion_cost": {"enabled": True, "min_workers": least}}
     by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
     config = merged(config, cache_reports(plan, site, password_file=by_file))
     config = merged(config, {"routing": routing.options or {}})
