@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 OURS, THEIRS, DIRECT = "kvroute", "sglang-router", "direct"
-COMPLETE, SESSION, KV_PREFIX, KV_AWARE = (
+COMPLETE, SESSION, ROLES, KV_PREFIX, KV_AWARE = (
     "kvroute complete path",
     "kvroute session",
+    "kvroute, two legs",
     "kvroute, event workers",
     "kvroute kvaware, event workers",
 )
@@ -155,6 +156,10 @@ def _rows() -> list[Goal]:
     rows.append(
         Goal("64K-token turn, exact tokens", _median(KV_AWARE, "t", "cpu_us_request", 1e-3), 2.0, 1.2, "ms")
     )
+    rows += [
+        Goal(f"{scenario}: two legs / one", _ratio(ROLES, OURS, scenario, "cpu_us_request"), 1.8, 1.8)
+        for scenario in ("a", "c")
+    ]
     for scenario in ("a", "b"):
         kv = f"k{scenario}"
         rows += [

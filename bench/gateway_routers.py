@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
-from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS
+from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, ROLES, SESSION, THEIRS
 
 PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
 """Packages from PyPI, in the versions that the goals refer to."""
@@ -96,13 +97,16 @@ def vllm_router(launch: Launch) -> list[str]:
     ]
 
 
-def kvroute(strategy: str, *settings: str, python: str = sys.executable) -> Command:
-    """kvroute with its defaults: metrics, request lines and retries. `python` has kvroute installed."""
+def kvroute(
+    strategy: str, *settings: str, python: str = sys.executable, flags: Sequence[str] = ("--worker",)
+) -> Command:
+    """kvroute with its defaults: metrics, request lines and retries. `python` has kvroute installed. The
+    workers get the `flags` one after another."""
 
     def command(launch: Launch) -> list[str]:
         line = [python, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(launch.port)]
-        for worker in launch.workers:
-            line += ["--worker", worker]
+        for worker, flag in zip(launch.workers, cycle(flags), strict=False):
+            line += [flag, worker]
         line += ["--strategy", strategy]
         for setting in settings:
             line += ["--set", setting.format(folder=launch.model_folder)]
@@ -130,6 +134,10 @@ ROUTERS = (
     Router(OURS, kvroute("prefixaware")),
     Router(COMPLETE, kvroute("prefixaware", "server.fast_lane=off")),
     Router(SESSION, kvroute("session")),
+    Router(
+        ROLES,
+        kvroute("prefixaware", "routing.prefill_decode.threshold_tokens=0", flags=("--prefill", "--decode")),
+    ),
     Router(KV_PREFIX, kvroute("prefixaware"), workers="events"),
     Router(KV_AWARE, kvroute("kvaware", "tokens.timeout_ms=2000", "tokens.models.bench={folder}"), "events"),
 )

@@ -15,7 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gateway_goals import COMPLETE, DIRECT, KV_AWARE, KV_PREFIX, OURS, SESSION, THEIRS, Measurement
+from gateway_goals import (
+    COMPLETE,
+    DIRECT,
+    KV_AWARE,
+    KV_PREFIX,
+    OURS,
+    ROLES,
+    SESSION,
+    THEIRS,
+    Measurement,
+)
 from gateway_machine import CpuSpent, busy_s, cpu_sample, memory_mib, process_tree, spent
 from gateway_requests import conversation, text
 from gateway_running import Bed, Started, ask
@@ -24,6 +34,9 @@ OTHERS = ("nginx", "vllm-router")
 LOAD_TIMEOUT_S = 180
 BUSY_CORES = 0.35
 TOKENIZING = 'kvroute_tokenizing_cpu_seconds_total{thread="loop"}'
+HANDOVERS = "kvroute_handovers_total{"
+LEAST_HANDED_OVER = 0.8
+"""A run through two legs counts only if this share of its requests took both."""
 TURNS = 8
 TURN_TOKENS = 64_000
 WARMING_CONVERSATIONS = 2
@@ -50,9 +63,9 @@ PLAIN = (*OTHERS, THEIRS, OURS, COMPLETE)
 SCENARIOS = {
     each.name: each
     for each in (
-        Scenario("a", "200 B prompts, 16 connections", "closed", "a", 16, 40_000, (*PLAIN, SESSION)),
+        Scenario("a", "200 B prompts, 16 connections", "closed", "a", 16, 40_000, (*PLAIN, SESSION, ROLES)),
         Scenario("b", "32 KB bodies, 16 connections", "closed", "b", 16, 8_000, (*PLAIN, SESSION)),
-        Scenario("c", "256 KB bodies, 8 turns, 8 connections", "closed", "c", 8, 1_536, PLAIN),
+        Scenario("c", "256 KB bodies, 8 turns, 8 connections", "closed", "c", 8, 1_536, (*PLAIN, ROLES)),
         Scenario("d", "32 streams", "streams", "d", 32, 64, (*OTHERS, THEIRS, OURS)),
         Scenario("e", "192 streams", "streams", "d", 192, 192, (*OTHERS, THEIRS, OURS)),
         Scenario("f", "640 streams", "streams", "d", 640, 640, (*OTHERS, THEIRS, OURS)),
@@ -176,7 +189,7 @@ class Runner:
 
     def _closed(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
         total = self._totals[started.router.name, scenario.name]
-        tokenized_s = self._tokenizing_s(started)
+        tokenized_s, handed_over = self._tokenizing_s(started), self._handovers(started)
         result, cpu = self._timed_load(started, scenario.file, scenario.connections, total)
         tokenized_us = (self._tokenizing_s(started) - tokenized_s) * 1e6 / result["requests"]
         main_us = cpu.main_ns / 1000 / result["requests"]
@@ -190,15 +203,18 @@ class Runner:
             "p99_us": result["latency"]["p99"],
             "sticky": result["sticky"],
         }
-        return figures, result["errors"]
+        errors: int = result["errors"]
+        if started.router.name == ROLES:
+            figures["handed_over"] = (self._handovers(started) - handed_over) / result["requests"]
+            errors += figures["handed_over"] < LEAST_HANDED_OVER
+        return figures, errors
 
     def _tokenizing_s(self, started: Started) -> float:
         """CPU seconds of the main thread for exact tokens; 0 without a strategy that needs them."""
-        if started.router.workers != "events":
-            return 0.0
-        _, _, page = ask(started.port, "/metrics")
-        rows = (line.rpartition(" ") for line in page.decode().splitlines())
-        return sum(float(value) for name, _, value in rows if name == TOKENIZING)
+        return _metric(started, TOKENIZING) if started.router.workers == "events" else 0.0
+
+    def _handovers(self, started: Started) -> float:
+        return _metric(started, HANDOVERS) if started.router.name == ROLES else 0.0
 
     def _streams(self, scenario: Scenario, started: Started, repeat: int) -> tuple[dict[str, float], int]:
         result, cpu = self._timed_load(started, scenario.file, scenario.connections, scenario.most)
@@ -255,6 +271,13 @@ class Runner:
         finally:
             connection.close()
         return answers
+
+
+def _metric(started: Started, beginning: str) -> float:
+    """The sum of the gateway's series whose names begin like this."""
+    _, _, page = ask(started.port, "/metrics")
+    rows = (line.rpartition(" ") for line in page.decode().splitlines())
+    return sum(float(value) for name, _, value in rows if name.startswith(beginning))
 
 
 def _tail(what: str, result: dict[str, Any]) -> dict[str, float]:

@@ -34,6 +34,11 @@ from kvroute.upstream.connection import UpstreamConnection
 ANSWER = (
     b'{"id":"x","choices":[{"message":{"role":"assistant","content":"%b"}}],"usage":{"prompt_tokens":60}}'
 )
+LEG_ANSWER = (
+    b'{"id":"x","choices":[{"message":{"role":"assistant","content":"a"}}],"usage":{"prompt_tokens":60},'
+    b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"e",'
+    b'"remote_host":"127.0.0.1","remote_port":5600,"tp_size":1,"remote_block_ids":[[%b1]]}}'
+)
 EVENT = (
     b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"word "},"index":0}],"padding":"%b"}\n\n'
     % (b"x" * 140)
@@ -81,6 +86,8 @@ class Bench:
     def __init__(self, runtime: Runtime, settings: uvicorn.Config) -> None:
         self.loop = asyncio.get_running_loop()
         self.answer: list[bytes] = []
+        self.leg_answer: list[bytes] = []
+        """That of a prefill worker."""
         self.answered = asyncio.Event()
         settings.load()
         state = uvicorn.server.ServerState()
@@ -102,10 +109,11 @@ class Bench:
 
     def _to_worker(self, connection: UpstreamConnection, data: bytes) -> None:
         if data.endswith(b"}"):
-            self.loop.call_soon(self._feed, connection)
+            is_leg = bool(self.leg_answer) and b'"do_remote_decode":true' in data
+            self.loop.call_soon(self._feed, connection, self.leg_answer if is_leg else self.answer)
 
-    def _feed(self, connection: UpstreamConnection) -> None:
-        for part in self.answer:
+    def _feed(self, connection: UpstreamConnection, answer: list[bytes]) -> None:
+        for part in answer:
             connection.data_received(part)
 
     async def ask(self, parts: list[bytes]) -> None:
@@ -134,23 +142,35 @@ def request(size: int, seed: int, *, stream: bool = False) -> list[bytes]:
 
 
 CASES = {
-    "a: 200 B": (200, False),
-    "b: 32 KB": (32_000, False),
-    "c: 256 KB": (256_000, False),
-    "d: chunk": (200, True),
+    "a: 200 B": (200, False, False),
+    "b: 32 KB": (32_000, False, False),
+    "c: 256 KB": (256_000, False, False),
+    "d: chunk": (200, True, False),
+    "two legs, 200 B": (200, False, True),
+    "two legs, 32 KB": (32_000, False, True),
 }
+"""Size of the body in bytes, whether the answer is streamed, whether another worker computes the prompt."""
+TWO_LEGS = "routing.prefill_decode.threshold_tokens=0"
+
+
+def _whole(body: bytes) -> bytes:
+    return HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 async def measure(lane: bool, case: str, profile: bool, settings: Sequence[str]) -> float:
-    size, stream = CASES[case]
+    size, stream, has_roles = CASES[case]
     own = (
         "fleet.workers=[http://127.0.0.1:1, http://127.0.0.1:2]",
         "server.port=0",
         f"server.fast_lane={lane}",
+        *((TWO_LEGS,) if has_roles else ()),
     )
     config = load(environ={}, assignments=(*own, *settings)).config
     runtime = Runtime(config)
-    specs = [WorkerSpec(WorkerId(f"w{n}"), f"http://127.0.0.1:{n}") for n in (1, 2)]
+    roles = ("prefill", "decode") if has_roles else (None, None)
+    specs = [
+        WorkerSpec(WorkerId(f"w{n}"), f"http://127.0.0.1:{n}", role=role) for n, role in enumerate(roles, 1)
+    ]
     runtime.fleet.apply("bench", specs)
     for worker in runtime.fleet.workers():
         runtime.fleet.update_facts(
@@ -167,9 +187,9 @@ async def measure(lane: bool, case: str, profile: bool, settings: Sequence[str])
         ]
     else:
         body = ANSWER % (b"x" * 200)
-        bench.answer = [
-            HEAD + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-        ]
+        bench.answer = [_whole(body)]
+        if has_roles:
+            bench.leg_answer = [_whole(LEG_ANSWER % (b"1000," * (size // 64)))]
     rounds = {200: 500, 32_000: 200, 256_000: 40}[size] // (10 if stream else 1)
     segments = [request(size, seed, stream=stream) for seed in range(rounds)]
     best = float("inf")

@@ -41,11 +41,11 @@ class Cold:
     answer: int
 
     def load(self, rate: float) -> Load:
-        """Random arrivals, `rate` per second, for a minute: at least 300 and at most 2,000 requests."""
+        """Random arrivals, `rate` per second, for half a minute: at least 300 and at most 1,000 requests."""
 
         def load(fleet: SimFleet, seed: int) -> None:
             random, at = Random(seed), 0.0
-            for number in range(1, 1 + max(300, min(2000, round(60 * rate)))):
+            for number in range(1, 1 + max(300, min(1000, round(30 * rate)))):
                 at += random.expovariate(rate)
                 prompt, answer = (
                     round(each * random.uniform(0.5, 1.5)) for each in (self.prompt, self.answer)

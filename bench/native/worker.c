@@ -3,8 +3,9 @@
  *   worker [-c CHUNKS] [-g GAP_US] [-e EVENT_BYTES] [-m MODEL] [-t] PORT
  *
  * A body that asks for a stream gets CHUNKS events of EVENT_BYTES, one write each, GAP_US apart, the first
- * after one gap, then one with `usage`, then [DONE]; any other POST gets a short answer at once. With -t it
- * also tokenizes (one id per four bytes of the messages), as vLLM does and some routers ask it to. */
+ * after one gap, then one with `usage`, then [DONE]; any other POST gets a short answer at once. A prompt that
+ * another worker will answer gets the `kv_transfer_params` of vLLM's NixlConnector, one block per 64 bytes.
+ * With -t it also tokenizes (one id per four bytes of the messages), as vLLM does and some routers ask it to. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -105,6 +106,23 @@ static void tokenize(client *c, const char *body, size_t size, int renders) {
   free(json);
 }
 
+/* The answer of a prefill worker: where the blocks of the prompt are. */
+static void reply_blocks(client *c, size_t size) {
+  size_t count = size / 64 + 1;
+  char *json = must(malloc(count * 6 + 1024));
+  char *to = json + sprintf(json, "{\"id\":\"w%d\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"%s\",\"choices\":[{"
+                                  "\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"the\"},\"finish_reason\":\"length\""
+                                  "}],\"usage\":{\"prompt_tokens\":100,\"completion_tokens\":1,\"total_tokens\":101},"
+                                  "\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,"
+                                  "\"remote_engine_id\":\"0b4bb1c2-8f1c-4a51-9d0f-3f2f0e6f9a11\",\"remote_request_id\":\"r\","
+                                  "\"remote_host\":\"127.0.0.1\",\"remote_port\":5600,\"tp_size\":1,\"remote_block_ids\":[[1",
+                            port, model);
+  for (size_t i = 1; i < count; i++) to += sprintf(to, ",%zu", i % 10000);
+  to += sprintf(to, "]]}}");
+  reply(c, "200 OK", "application/json", json, (size_t)(to - json));
+  free(json);
+}
+
 static void schedule(client *c) {
   c->next = NULL;
   c->is_queued = 1;
@@ -120,6 +138,10 @@ static void post(client *c, const char *head, const char *body, size_t size) {
     static const char missing[] = "{\"detail\":\"Not Found\"}";
     if (tokenizes) tokenize(c, body, size, renders);
     else reply(c, "404 Not Found", "application/json", missing, sizeof missing - 1);
+    return;
+  }
+  if (memmem(body, size, "\"do_remote_decode\":true", 23)) {
+    reply_blocks(c, size);
     return;
   }
   if (!memmem(body, size, "\"stream\":true", 13) && !memmem(body, size, "\"stream\": true", 14)) {

@@ -28,6 +28,7 @@ def changed(body, **values):
         (b'{"s":"first","s":"old"}', b'{"s":"first","s":"x"}'),
         # Its name is written in another way: the last one counts.
         (b'{"\\u0073":"old"}', b'{"\\u0073":"old","s":"x"}'),
+        (b'{"a":{"s":"old"},"\\u0073":"old"}', b'{"a":{"s":"old"},"\\u0073":"old","s":"x"}'),
     ],
 )
 def test_one_member_is_set_and_every_other_byte_stays(body, expected):
@@ -61,6 +62,14 @@ def test_a_body_full_of_lookalikes_is_decoded_once(blank):
 
     assert result == body.replace(f'],"s":{blank}"old"'.encode(), f'],"s":{blank}"x"'.encode())
     assert member.decoded == 1
+
+
+def test_a_body_with_one_such_name_is_not_decoded():
+    body = b'{"a":[{"t":"x"}],"s" : "old","b":[]}'
+    member = CountedMember("s")
+
+    assert with_members(body, {member: members(body)["s"]}, {member: b'"x"'}) == body.replace(b"old", b"x")
+    assert member.decoded == 0
 
 
 def test_among_too_many_lookalikes_no_member_is_searched():
