@@ -122,11 +122,18 @@ class Stack:
         explained: dict[str, Any] = answer.json()
         return explained
 
-    async def drain(self, name: str) -> None:
+    async def drain(self, name: str, *, on: bool) -> None:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         url = f"{self.plan.gateway.url}/admin/workers/{name}/drain"
-        answer = await self.http.post(url, headers=headers)
+        answer = await self.http.request("POST" if on else "DELETE", url, headers=headers)
         assert answer.status_code == 200, answer.text
+
+    async def restart(self, name: str) -> None:
+        """Start a worker that was killed, and wait until the gateway routes to it and knows its cache."""
+        planned = next(worker for worker in self.plan.workers if worker.child.name == name)
+        await self.processes[name].start()
+        await self.processes[name].wait_ready(planned.ready_url, timeout_s=300)
+        await self.until_ready()
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(60):
@@ -393,6 +400,10 @@ class Outcome:
     def failed(self) -> bool:
         return self.status != 200 or '"error"' in self.text
 
+    @property
+    def had_begun(self) -> bool:
+        return self.streamed and self.text.startswith("data: {") and '"choices"' in self.text.split("\n")[0]
+
 
 async def kill_under_load(
     stack: Stack, text: Any, name: str, label: str, *, tokens: int = 12
@@ -425,11 +436,28 @@ async def kill_under_load(
     return outcomes
 
 
+# The last tests, in this order: killed workers stay dead, but for one.
+
+
 async def test_a_killed_prefill_worker_costs_no_request_with_recompute(stack: Stack, text: Any) -> None:
-    """The last test: the prefill worker stays dead, and `worker-0` drained."""
-    await stack.drain("worker-0")
+    await stack.drain("worker-0", on=True)
 
     outcomes = await kill_under_load(stack, text, "prefill-0", "prefill worker killed, recompute")
 
     assert not any(outcome.failed for outcome in outcomes)
     assert await stack.metric("gateway", "kvroute_handover_fallbacks_total") >= 1
+    await stack.drain("worker-0", on=False)
+    await stack.restart("prefill-0")
+
+
+async def test_a_killed_decode_worker_costs_only_streams_that_had_begun(stack: Stack, text: Any) -> None:
+    outcomes = await kill_under_load(stack, text, "decode-0", "decode worker killed", tokens=24)
+
+    assert all(outcome.had_begun for outcome in outcomes if outcome.failed)
+
+
+async def test_a_killed_prefill_worker_costs_no_request_without_recompute(stack: Stack, text: Any) -> None:
+    """Only `worker-0` is left for the second legs, and its engine does not compute lost prompts itself."""
+    outcomes = await kill_under_load(stack, text, "prefill-0", "prefill worker killed, no recompute")
+
+    assert not any(outcome.failed for outcome in outcomes)
