@@ -80,7 +80,7 @@ CHOSEN: dict[tuple[str, float], tuple[float, list[Setting]]] = {
             Setting("always", 5),
             Setting("length", 2, threshold=16384),
             Setting("uncached", 1, threshold=16384),
-            Setting("cost", 1),
+            Setting("cost", 1, 7),
         ],
     ),
 }
