@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import httpx
@@ -320,29 +319,28 @@ class Planner:
         session: str | None,
         prepared: Prepared | None,
     ) -> RouteQuery:
-        model, seed = space.model, space.seed
-        if len(prompts) == 1 and prepared is None:  # most requests
-            prompt = prompts[0]
-            its = self._estimator.prompt_keys(prompt, space)
-            fingerprint = seed ^ _fingerprint(prompt, its, seed)
-            return RouteQuery(model, now, (its,), its.tokens, session, request.stream, fingerprint)
         exact: tuple[ExactPrompt, ...] = ()
-        keys: tuple[PromptKeys, ...] = ()
+        if prepared is not None and len(prepared.prompts) == len(prompts):
+            exact = prepared.prompts
         if prompts:
-            # A comprehension would make cells of its variables, at every request.
-            keys = tuple(map(self._estimator.prompt_keys, prompts, repeat(space)))
-            if prepared is not None and len(prepared.prompts) == len(keys):
-                exact = prepared.prompts
-                keys = tuple(map(_with_exact_length, keys, prompts, exact))
-            fingerprint, tokens = seed, 0
-            for prompt, prompt_keys in zip(prompts, keys, strict=True):
-                tokens += prompt_keys.tokens
-                fingerprint ^= _fingerprint(prompt, prompt_keys, fingerprint)
+            # One loop and no comprehension, which would make cells of its variables at every request.
+            keys_of, fingerprint, tokens = self._estimator.prompt_keys, space.seed, 0
+            keys: list[PromptKeys] = []
+            for prompt in prompts:
+                its = keys_of(prompt, space)
+                if exact:
+                    its = _with_exact_length(its, prompt, exact[len(keys)])
+                keys.append(its)
+                tokens += its.tokens
+                fingerprint ^= _fingerprint(prompt, its, fingerprint)
         else:
+            keys = []
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        return RouteQuery(model, now, keys, tokens, session, request.stream, fingerprint, exact, inexact)
+        return RouteQuery(
+            space.model, now, tuple(keys), tokens, session, request.stream, fingerprint, exact, inexact
+        )
 
 
 def tenant_session(tenant: str, session: str) -> str:
