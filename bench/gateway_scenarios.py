@@ -160,7 +160,11 @@ class Runner:
         return mine + sum(cpu_sample(pids).processes.values()) / 1e9
 
     def _load(self, started: Started, file: str, connections: int, total: int) -> dict[str, Any]:
-        command = [str(self._bed.tools["load"]), str(started.port), str(self._files[file])]
+        return self.load(str(started.port), file, connections, total)
+
+    def load(self, ports: str, file: str, connections: int, total: int) -> dict[str, Any]:
+        """Send requests to the ports, separated by commas. Raises RuntimeError."""
+        command = [str(self._bed.tools["load"]), ports, str(self._files[file])]
         done = subprocess.run(
             [*command, str(connections), str(total)],
             capture_output=True,
@@ -170,7 +174,7 @@ class Runner:
             preexec_fn=partial(os.sched_setaffinity, 0, self._bed.cores.rest),
         )
         if done.returncode:
-            raise RuntimeError(f"load through {started.router.name}: {done.stderr.strip()}")
+            raise RuntimeError(f"load to {ports}: {done.stderr.strip()}")
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 

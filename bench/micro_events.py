@@ -6,7 +6,8 @@ compared with pygtrie.
 Times are CPU time of one core. `ingest` decodes vLLM 0.32 payloads and applies them: `prompts` are 64 blocks
 of 16 tokens per event, `decoding` one block per event, `evictions` one hash per event; `decode` is the share
 of decoding. `intake` is the whole way of a message after its socket (`Intake.apply_fast`), for batches of one
-event with one block and with eight blocks, 8 messages read together.
+event with one block and with eight blocks, 8 messages read together. `shared` is the cost of a batch for
+another process of the gateway: through the changes of the index, and if it read the batch itself.
 
 `slice` is the longest time between two pauses for other work (the least of several runs; a stream pauses
 after `slice_ms`): a batch of 100,000 one-block events, a prompt in one event, 8,192 removals in one batch.
@@ -39,6 +40,8 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.index import snapshot as snapshots
 from kvroute.index.prefix_index import Holder, PrefixIndex
+from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
+from kvroute.replicas.messages import FrameReader, Message, encode_frame
 from kvroute.wire.batch_split import split_batch
 from kvroute.wire.vllm import (
     DIALECTS,
@@ -145,6 +148,57 @@ def intake(blocks: int) -> dict[str, float]:
         used = time.process_time() - start
         assert made.counts.messages == len(messages) + 64
         found[f"{events}-block batch us"] = used / len(messages) * 1e6
+    return found
+
+
+def shared(blocks: int) -> dict[str, float]:
+    """What a batch costs for a second gateway process: its index changes, or the batch itself.
+
+    `publish` is what the following process adds, `mirror` the process that gets the index changes, `itself` a
+    process that would get the batch and run a ledger of its own. 8 batches travel together.
+    """
+    rng, found = random.Random(8), dict[str, float]()
+    for size in (1, 8, 64):
+        batches: list[bytes] = []
+        last: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(64)]
+        roots = [encode(1.0, [BlockStored([name], None, ids(rng, 16), 16, medium="GPU")], 0) for name in last]
+        for number in range(blocks // size):
+            names: list[ExternalBlockHash] = [rng.getrandbits(64) for _ in range(size)]
+            stored = BlockStored(names, last[number % 64], ids(rng, 16 * size), 16, medium="GPU")
+            batches.append(encode(1.0, [stored], 0))
+            last[number % 64] = names[-1]
+
+        def follow(index: PrefixIndex, batches: Sequence[bytes], roots: Sequence[bytes] = roots) -> float:
+            ledger = Ledger(index, 0)
+            for payload in roots:
+                for _ in ledger.apply(decode_batch(payload)):
+                    pass
+            start = time.process_time()
+            for payload in batches:
+                batch = decode_batch(payload)
+                for _ in ledger.apply(batch):
+                    pass
+            return (time.process_time() - start) / len(batches) * 1e6
+
+        changes: list[Message] = []
+        itself = min(follow(PrefixIndex(), batches) for _ in range(3))
+        published = follow(PublishingPrefixIndex(changes.append, max_blocks=1 << 24), batches)
+        start = time.process_time()
+        frames = [encode_frame(changes[at : at + 8]) for at in range(0, len(changes), 8)]
+        published += (time.process_time() - start) / len(batches) * 1e6
+        mirror, reader = Mirror(max_blocks=1 << 24, max_chunks=1), FrameReader()
+        start = time.process_time()
+        for frame in frames:
+            for change in reader.feed(frame):
+                mirror.apply(change)
+        mirrored = (time.process_time() - start) / len(batches) * 1e6
+        found |= {
+            f"{size}-block batch, publish us": published - itself,
+            f"{size}-block batch, mirror us": mirrored,
+            f"{size}-block batch, itself us": itself,
+            f"{size}-block batch, bytes": sum(map(len, frames)) / len(batches),
+            f"{size}-block batch, bytes itself": sum(map(len, batches)) / len(batches),
+        }
     return found
 
 
@@ -330,6 +384,7 @@ def main() -> None:
         "memory": lambda: memory(options.blocks),
         "ingest": lambda: ingest(options.blocks),
         "intake": lambda: intake(options.blocks),
+        "shared": lambda: shared(options.blocks // 4),
         "slice": slices,
         f"snapshot of {options.snapshot_blocks}": lambda: snapshot(options.snapshot_blocks),
         "hashing": lambda: hashing(array("I", ids(random.Random(3), 65536))),

@@ -1,7 +1,9 @@
-"""Measure the cost of several gateway processes in time to first token, compared with one.
+"""Measure the cost of several gateway processes, compared with one: in time to first token, or in CPU.
 
     python bench/processes.py [--processes 2] [--repeats 3] [--seconds 14] [--seeds 2] [--load 0.7] [--blind]
                               [--json]
+    python bench/processes.py --cpu [--processes 4] [--rounds 3] [--repeats 3] [--scenarios a,b,c]
+                              [--output FILE]
 
 The script answers the question in two ways, with conversations that share a system prompt and grow with each
 turn, at `--load` of the capacity of one gateway:
@@ -14,7 +16,8 @@ turn, at `--load` of the capacity of one gateway:
   the requests one after another. Workers and load share the processors with the gateways, so other work on
   the machine affects both sides.
 
-A run takes about three minutes, with `--blind` more.
+A run takes about three minutes, with `--blind` more. `--cpu` (`processes_cpu.py`) prints CPU per request of
+four processes and of four independent gateways, relative to one; it takes two minutes.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from urllib.parse import urlsplit
 
+import processes_cpu
 import processes_virtual
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -290,17 +295,40 @@ def compared(single: Sequence[Outcome], several: Sequence[Outcome]) -> dict[str,
     return {"median": median(ratios) if ratios else None, "pairs": pairs}
 
 
+def measure_cpu(options: argparse.Namespace) -> None:
+    found = processes_cpu.measure(
+        processes_cpu.Options(
+            options.processes or 4,
+            options.rounds,
+            options.repeats,
+            options.seconds or 1.2,
+            tuple(options.scenarios.split(",")),
+        )
+    )
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1) if options.json else "\n".join(processes_cpu.lines(found)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="CPU per request; nothing else")
+    parser.add_argument("--processes", type=int, help="2; with --cpu 4")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=14.0)
+    parser.add_argument("--rounds", type=int, default=3, help="with --cpu: times that all processes are new")
+    parser.add_argument("--scenarios", default="a,b,c", help="with --cpu")
+    parser.add_argument("--seconds", type=float, help="of a run: 14; with --cpu 1.2")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of virtual time; 0 skips it")
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--rate", type=float, help="requests per second, instead of measuring the capacity")
     parser.add_argument("--blind", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path, help="with --cpu: write the figures to this JSON file")
     options = parser.parse_args()
+    if options.cpu:
+        measure_cpu(options)
+        return
+    options.processes, options.seconds = options.processes or 2, options.seconds or 14.0
     found = asyncio.run(measure(options))
     if options.json:
         print(json.dumps(found, indent=1))

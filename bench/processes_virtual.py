@@ -13,15 +13,17 @@ from random import Random
 from statistics import fmean
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
+from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.replicas.decisions import KeyGroups, OwnDecisions, PeerDecisions
+from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,
     FirstToken,
     FrameReader,
     Message,
+    Passed,
     PeerId,
     SharedMessage,
     encode_frame,
@@ -66,10 +68,9 @@ def _never(peer: PeerId, message: SharedMessage) -> None:
 class Gateway:
     def __init__(self, number: int, clock: VirtualClock) -> None:
         self.number = number
-        self.published: list[SharedMessage] = []
         groups = KeyGroups()
-        own = OwnDecisions(self.published.append, groups)
-        self.router = Router(RoutingOptions(), observer=own)
+        self.own = OwnDecisions(lambda: None, groups)
+        self.router = Router(RoutingOptions(), observer=self.own)
         self.workers = Workers()
         self.workers.apply("bench", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(WORKERS)])
         for worker in self.workers.workers():
@@ -87,6 +88,8 @@ class Gateway:
                 self.peers.first_token(number, message.id)
             elif isinstance(message, Finished):
                 self.peers.finished(number, message.id)
+            elif isinstance(message, Passed):
+                self.peers.passed(number, message)
 
 
 class Gateways:
@@ -129,9 +132,9 @@ class Gateways:
         pass
 
     def _publish(self, gateway: Gateway, now: float) -> None:
+        messages = gateway.own.take(everything=True)
         if self._delay_s is not None and len(self._gateways) > 1:
-            self._in_transit.append((now + self._delay_s, gateway.number, encode_frame(gateway.published)))
-        gateway.published.clear()
+            self._in_transit.append((now + self._delay_s, gateway.number, encode_frame(messages)))
 
     def _deliver(self, now: float) -> None:
         while self._in_transit and self._in_transit[0][0] <= now:

@@ -102,7 +102,7 @@ class Gateway:
         own = Candidate(
             worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.held
         )
-        return self.router.dispatched_by_peer(query, decision, own, now)
+        return self.router.dispatch(query, decision, own, now, is_own=False)
 
 
 class Kvroute(Policy):

@@ -24,6 +24,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -47,7 +48,7 @@ from kvroute.replicas.envelope import (
 )
 from kvroute.replicas.mesh import GATHER_S
 from kvroute.routing.registry import RoutingOptions
-from kvroute.routing.router import Router
+from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
@@ -232,26 +233,28 @@ def messages(batch: int, repeats: int = 5) -> dict[str, dict[str, float]]:
     """CPU in us of a request's messages, without Redis: `batch` requests travel in one envelope.
 
     `route`: to decide, dispatch and finish the request without sharing; `publish`: what its own gateway adds;
-    `apply`: what each other gateway does. Least of the repeats.
+    `apply`: what each other gateway does. `short` requests end before their envelope is sent; of others
+    dispatch, first token and end are in three envelopes. Least of the repeats.
     """
     found: dict[str, dict[str, float]] = {}
     for kind in ("unique", "conversations"):
-        best: dict[str, float] = {}
-        for repeat in range(repeats):
-            for name, figure in _messages_once(kind == "unique", batch, repeat).items():
-                best[name] = min(best.get(name, figure), figure)
-        best["publish"] = best.pop("shared") - best["route"]
-        found[kind] = best
+        for lasts in (True, False):
+            best: dict[str, float] = {}
+            for repeat in range(repeats):
+                for name, figure in _messages_once(kind == "unique", batch, repeat, lasts=lasts).items():
+                    best[name] = min(best.get(name, figure), figure)
+            best["publish"] = best.pop("shared") - best["route"]
+            found[kind if lasts else f"{kind}, short"] = best
     return found
 
 
-def _messages_once(unique: bool, batch: int, seed: int) -> dict[str, float]:
+def _messages_once(unique: bool, batch: int, seed: int, *, lasts: bool) -> dict[str, float]:
     texts = _prompts(unique, 400, seed)
     clock = processes_virtual.VirtualClock()
     alone, sender, receiver = (processes_virtual.Gateway(number, clock) for number in range(3))
-    figures = {"route": _routed(alone, texts, len(texts), [])[0]}
+    figures = {"route": _routed(alone, texts, batch, None, lasts=lasts)[0]}
     sent: list[bytes] = []
-    figures["shared"], size = _routed(sender, texts, batch, sent)
+    figures["shared"], size = _routed(sender, texts, batch, sent, lasts=lasts)
     start = time.process_time_ns()
     for data in sent:
         received, _ = decode_payload(unpack(data, None).payload)
@@ -274,14 +277,20 @@ def _prompts(unique: bool, number: int, seed: int) -> list[bytes]:
 
 
 def _routed(
-    gateway: processes_virtual.Gateway, texts: Sequence[bytes], batch: int, sent: list[bytes]
+    gateway: processes_virtual.Gateway,
+    texts: Sequence[bytes],
+    batch: int,
+    sent: list[bytes] | None,
+    *,
+    lasts: bool,
 ) -> tuple[float, float]:
     """CPU in us of a request, and bytes of its messages; with `sent` its messages become envelopes there."""
-    view, is_shared = gateway.workers.view(processes_virtual.MODEL), batch < len(texts)
+    view, is_shared = gateway.workers.view(processes_virtual.MODEL), sent is not None
     router = gateway.router if is_shared else Router(RoutingOptions())
     if not is_shared:
         for worker in gateway.workers.workers():
             router.worker_joined(worker)
+    waiting, answering = deque[Dispatch](), deque[Dispatch]()
     start, now = time.process_time_ns(), 0.0
     for number, text in enumerate(texts, 1):
         now += 0.01
@@ -290,13 +299,16 @@ def _routed(
         query = RouteQuery(view.model, now, (PromptKeys(keys, tokens, 16.0),), tokens, streamed=True)
         decision = router.decide(query, view)
         dispatch = router.dispatch(query, decision, decision.ranking[0], now)
-        dispatch.first_token(now + 0.002)
-        dispatch.finish(now + 0.004)
-        if is_shared and number % batch == 0:
-            for payload in encode_payloads(gateway.published):
+        waiting.append(dispatch)
+        if not lasts or len(waiting) > batch:
+            answering.append(waiting.popleft())
+            answering[-1].first_token(now)
+        if not lasts or len(answering) > batch:
+            answering.popleft().finish(now)
+        if sent is not None and number % batch == 0:
+            for payload in encode_payloads(gateway.own.take(everything=True)):
                 sent.append(pack(Envelope(Kind.BATCH, TO_ALL, TO_ALL, TO_ALL, number, now, payload), None))
-            gateway.published.clear()
-    return (time.process_time_ns() - start) / 1e3 / len(texts), sum(map(len, sent)) / len(texts)
+    return (time.process_time_ns() - start) / 1e3 / len(texts), sum(map(len, sent or ())) / len(texts)
 
 
 async def real(counts: Sequence[int], requests: int) -> dict[str, object]:

@@ -1,7 +1,8 @@
 /* A load generator: one thread, epoll, HTTP/1.1 with keep-alive, answers checked for status and framing.
  *
- *   load PORT FILE CONNECTIONS REQUESTS
+ *   load PORT[,PORT...] FILE CONNECTIONS REQUESTS
  *
+ * With several ports the connections are distributed among them, one after another.
  * FILE holds records of two 32-bit numbers (conversation, length) and a whole HTTP request of that length.
  * Consecutive records of one conversation are its turns: one connection sends them in order, then takes the
  * next conversation, from the beginning again after the last. Prints one JSON object; times are
@@ -22,7 +23,7 @@
 
 #include "http.h"
 
-enum { HEAD_MOST = 16384, SAMPLES_MOST = 1 << 22, PORTS = 65536 };
+enum { HEAD_MOST = 16384, SAMPLES_MOST = 1 << 22, PORTS = 65536, TARGETS_MOST = 64 };
 static const unsigned long STALL_NS = 30ul * 1000000000ul;
 
 typedef struct {
@@ -34,6 +35,7 @@ typedef enum { HEAD, LENGTH, SIZE_LINE, CHUNK, CHUNK_END, TRAILER, UNTIL_CLOSE }
 
 typedef struct {
   int fd, is_busy, wants_write;
+  struct sockaddr_in *target;
   state state;
   uint32_t turn, last_turn; /* places in `requests` */
   const char *unsent;
@@ -51,7 +53,8 @@ typedef struct {
 } samples;
 
 static int poller;
-static struct sockaddr_in target;
+static struct sockaddr_in targets[TARGETS_MOST];
+static int target_count;
 static request *requests;
 static uint32_t request_count, next_turn;
 static long wanted, started, finished, failed, events, reads, body_bytes, reopened;
@@ -87,7 +90,7 @@ static void dial(connection *c) {
   int yes = 1;
   c->fd = socket(AF_INET, SOCK_STREAM, 0);
   setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-  if (connect(c->fd, (void *)&target, sizeof target)) {
+  if (connect(c->fd, (void *)c->target, sizeof *c->target)) {
     perror("load: cannot connect");
     exit(1);
   }
@@ -289,10 +292,12 @@ static void print_samples(const char *name, samples *s) {
 }
 
 int main(int argc, char **argv) {
-  if (argc != 5) return fputs("usage: load PORT FILE CONNECTIONS REQUESTS\n", stderr), 2;
+  if (argc != 5) return fputs("usage: load PORT[,PORT...] FILE CONNECTIONS REQUESTS\n", stderr), 2;
   signal(SIGPIPE, SIG_IGN);
-  target = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(argv[1])),
-                                .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  for (char *port = strtok(argv[1], ","); port && target_count < TARGETS_MOST; port = strtok(NULL, ","))
+    targets[target_count++] = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(port)),
+                                                   .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  if (!target_count) return fputs("load: no port\n", stderr), 2;
   load_requests(argv[2]);
   int count = atoi(argv[3]);
   wanted = atol(argv[4]);
@@ -302,7 +307,10 @@ int main(int argc, char **argv) {
   connection *connections = must(calloc((size_t)count, sizeof *connections));
   poller = epoll_create1(0);
   unsigned long began = now_ns(), heard = began;
-  for (int i = 0; i < count; i++) dial(&connections[i]);
+  for (int i = 0; i < count; i++) {
+    connections[i].target = &targets[i % target_count];
+    dial(&connections[i]);
+  }
   for (int i = 0; i < count; i++) begin(&connections[i]);
   static char bytes[1 << 20];
   struct epoll_event ready[256];

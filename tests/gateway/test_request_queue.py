@@ -24,7 +24,7 @@ def decision(*workers: Worker) -> RouteDecision:
 
 def dispatch(held: Permits, to: Worker):
     routed = decision(to)
-    return held.dispatched(QUERY, routed, routed.ranking[0])
+    return held.dispatched(QUERY, routed, routed.ranking[0], 0.0)
 
 
 def test_the_workers_own_limit_counts_before_the_models_and_that_before_the_general_one():
@@ -61,9 +61,9 @@ def test_a_permit_is_returned_when_the_attempt_ends():
     attempt = dispatch(held, one)
 
     assert not held.has_free(one)
-    attempt.first_token()
+    attempt.first_token(0.0, True)
     assert not held.has_free(one)
-    attempt.finished()
+    attempt.finish(0.0)
     assert held.has_free(one)
     assert freed == [1]
     assert not held._in_flight
@@ -117,14 +117,14 @@ def test_the_routers_other_observer_is_called_too():
     events = []
 
     class Observer:
-        def dispatched(self, query, decision, candidate):
+        def dispatched(self, query, decision, candidate, now):
             events.append("dispatched")
             return self
 
-        def first_token(self):
+        def first_token(self, now, is_first):
             events.append("first token")
 
-        def finished(self):
+        def finish(self, now):
             events.append("finished")
 
         def session_forgotten(self, session_key):
@@ -132,8 +132,8 @@ def test_the_routers_other_observer_is_called_too():
 
     held = Permits(AdmissionOptions(max_concurrent=1), ManualClock(), Observer())
     attempt = dispatch(held, worker())
-    attempt.first_token()
-    attempt.finished()
+    attempt.first_token(0.0, True)
+    attempt.finish(0.0)
     held.session_forgotten("s")
 
     assert events == ["dispatched", "first token", "finished", "s"]
@@ -146,8 +146,8 @@ def test_changed_limits_count_for_requests_in_flight():
     assert held.has_free(one)
     second = dispatch(held, one)
     held.configure(AdmissionOptions(max_concurrent=1))
-    first.finished()
+    first.finish(0.0)
     assert not held.has_free(one)
-    second.finished()
+    second.finish(0.0)
 
     assert held.has_free(one)

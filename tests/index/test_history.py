@@ -326,6 +326,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("send"), st.sampled_from(WORKERS), prompts),
         st.tuples(st.just("release"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("touch"), st.sampled_from(WORKERS), prompts),
         st.tuples(st.just("extend"), st.integers(0, 9), prompts),
         st.tuples(st.just("forget"), st.sampled_from(WORKERS), st.none()),
         st.tuples(st.just("capacity"), st.sampled_from(WORKERS), st.integers(1, 14)),
@@ -350,6 +351,11 @@ class Pair:
             assert lease.new_blocks == self.model.acquire(which, keys)
             self.leases.append((which, argument, lease))
             self.probes.append(self.chain([*argument, 1]))
+        elif action == "touch" and argument:
+            keys = self.chain(argument)
+            if self.history.touch(which, keys[-1]):
+                assert not self.model.acquire(which, keys)
+                self.model.release(which, keys)
         elif action == "release" and self.leases:
             worker, content, lease = self.leases.pop(which % len(self.leases))
             lease.release()
@@ -412,6 +418,7 @@ def test_agrees_with_sets_and_a_list_over_a_long_life(seed, make_history, plain_
         if rng.random() < 0.1:
             turns.append(turns[-1][: rng.randrange(len(turns[-1]) + 1)])
         pair.apply(("send", rng.choice(WORKERS), list(turns[-1])))
+        pair.apply(("touch", rng.choice(WORKERS), list(rng.choice(chats)[-1])))
         while len(pair.leases) > 4 or (pair.leases and rng.random() < 0.4):
             pair.apply(("release", rng.randrange(99), None))
         if rng.random() < 0.01:

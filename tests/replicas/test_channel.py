@@ -432,10 +432,10 @@ async def test_a_member_of_another_format_is_refused_in_words(two, bus, caplog):
     data = pack(stranger, None)
 
     for _ in range(3):
-        other.channel.on_data(data[:4] + b"\x02" + data[5:])
+        other.channel.on_data(data[:4] + b"\x01" + data[5:])
 
     assert other.channel.counts.refused[Refusal.FORMAT] == 3
-    assert caplog.text.count("has format 2, and this release of kvroute reads format 1") == 1
+    assert caplog.text.count("has format 1, and this release of kvroute reads format 2") == 1
 
 
 async def test_joining_ends_when_all_members_are_linked(bus, clock):

@@ -9,11 +9,11 @@ from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
+from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import (
-    KeyGroups,
     OwnDecisions,
     PeerDecisions,
     apply_recent_prompts,
@@ -26,6 +26,7 @@ from kvroute.replicas.messages import (
     FrameReader,
     Groups,
     GroupsWanted,
+    Passed,
     RecentPrompts,
     SessionForgotten,
     encode_frame,
@@ -41,9 +42,8 @@ class Gateway:
     """A router with its fleet; its messages are encoded and decoded as between processes."""
 
     def __init__(self, strategy: str, clock: ManualClock, caches=None) -> None:
-        self.published: list = []
         self.groups = KeyGroups()
-        self.own = OwnDecisions(self.published.append, self.groups)
+        self.own = OwnDecisions(lambda: None, self.groups)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
         self.fleet = Fleet()
         self.fleet.apply("test", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(3)])
@@ -70,17 +70,21 @@ class Gateway:
         chosen = decision.ranking[0]
         return self.router.dispatch(query, decision, chosen, self.clock.now()), chosen
 
-    def receive(self, other: Gateway) -> None:
-        for message in FrameReader().feed(encode_frame(other.published)):
+    def receive(self, other: Gateway, *more) -> list:
+        """Apply the messages of the other one, and `more` of its messages."""
+        messages = FrameReader().feed(encode_frame([*other.own.take(everything=True), *more]))
+        for message in messages:
             if isinstance(message, Dispatched):
                 self.peers.dispatched(1, message)
             elif isinstance(message, FirstToken):
                 self.peers.first_token(1, message.id)
             elif isinstance(message, Finished):
                 self.peers.finished(1, message.id)
+            elif isinstance(message, Passed):
+                self.peers.passed(1, message)
             elif isinstance(message, SessionForgotten):
                 self.router.session_forgotten_by_peer(message.session_key)
-        other.published.clear()
+        return messages
 
     def loads(self) -> list[tuple[float, int, int, int]]:
         now = self.clock.now()
@@ -137,6 +141,106 @@ def test_loads_and_prefix_trees_of_two_processes_agree(strategy, clock):
     assert both[0].peers.unfinished == both[1].peers.unfinished == 0
 
 
+@pytest.mark.parametrize("batch", [1, 7, 40])
+def test_requests_that_end_before_they_are_published_count_as_others(batch, clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    rng, texts = random.Random(batch), [f"conversation {n} " for n in range(6)]
+
+    for step in range(120):
+        clock.time += 0.01
+        place = rng.randrange(len(texts))
+        texts[place] += f"and turn {step} says {rng.getrandbits(800):x} "
+        dispatch, _ = one.send(texts[place], streamed=step % 2 == 0)
+        clock.time += 0.002
+        if step % 3:
+            dispatch.first_token(clock.now())
+        dispatch.finish(clock.now())
+        if step % batch == 0:
+            assert {type(message) for message in other.receive(one)} == {Passed}
+    other.receive(one)
+
+    assert other.loads() == one.loads() == [(0.0, 0, 0, 0)] * 3
+    assert other.peers.unfinished == 0
+    for text in texts:
+        assert other.explained(text) == one.explained(text)
+    clock.time += 5  # the averages divide by a second at least, so the first one begins with a batch
+    for mine, theirs in zip(one.fleet.workers(), other.fleet.workers(), strict=True):
+        assert theirs.load.recent(clock.now()) == pytest.approx(mine.load.recent(clock.now()), rel=0.1)
+        assert theirs.load.residence_s == pytest.approx(mine.load.residence_s, rel=0.01)
+
+
+def test_a_dispatch_is_sent_at_the_second_take_and_what_has_ended_waits_for_more(clock):
+    own = Gateway("prefixaware", clock)
+    running, _ = own.send("running " * 20)
+    ended, _ = own.send("ended " * 20)
+    ended.finish(clock.now())
+
+    assert own.own.take() == []
+    assert own.own.is_waiting
+    sent, passed = own.own.take()
+
+    assert isinstance(sent, Dispatched)
+    assert isinstance(passed, Passed)
+    assert not own.own.is_waiting
+    running.finish(clock.now())
+    assert own.own.take() == [Finished(sent.id)]
+
+
+def test_what_has_ended_is_sent_in_the_end_with_nothing_else_to_send(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    one.send("ended " * 20)[0].finish(clock.now())
+
+    takes = [one.own.take()]
+    while one.own.is_waiting:
+        takes.append(one.own.take())
+
+    assert len(takes) == 5
+    assert [len(messages) for messages in takes] == [0, 0, 0, 0, 1]
+    other.receive(one, *takes[-1])
+    assert other.explained("ended " * 20) == one.explained("ended " * 20)
+
+
+def test_a_request_is_released_although_it_began_before_its_link_and_ended_after(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    running, _ = one.send("begun " * 100)
+    one.own.take(everything=True)  # before the state is sent, what was gathered is published to the others
+    other.receive(one, *one.own.unfinished())
+    assert other.peers.unfinished == 1
+
+    running.finish(clock.now())
+    other.receive(one)
+
+    assert other.loads() == [(0.0, 0, 0, 0)] * 3
+
+
+def test_requests_that_passed_at_an_unknown_worker_are_skipped(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    other.fleet.apply("test", [])
+    one.send("hello " * 50)[0].finish(clock.now())
+
+    other.receive(one)
+
+    assert other.router.index_size().blocks == 0
+
+
+def test_prompts_of_passed_requests_with_unknown_keys_arrive_later(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    text = f"{random.Random(3).getrandbits(40_000):x}"
+    one.send(text)[0].finish(clock.now())
+    one.own.take(everything=True)  # lost
+    one.send(text + "and more " * 20)[0].finish(clock.now())
+    one.send("another " * 40)[0].finish(clock.now())
+
+    other.receive(one)
+    assert other.explained("another " * 40) == one.explained("another " * 40)
+    (wanted,) = other.answers
+    one.peers.groups_wanted("other", wanted)
+    (answer,) = one.answers
+    other.peers.groups(1, answer)
+
+    assert other.explained(text) == one.explained(text)
+
+
 def test_round_robin_continues_across_processes(clock):
     one, other = Gateway("roundrobin", clock), Gateway("roundrobin", clock)
 
@@ -163,15 +267,14 @@ def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock)
     other.peers.lost(1)
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
-    one.published.extend(one.own.unfinished())
-    other.receive(one)
+    other.receive(one, *one.own.unfinished())
     assert other.loads() == loads == one.loads()
 
 
 def test_a_dispatch_that_is_sent_twice_is_released_once_it_ends(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     one.send("twice " * 100)
-    (sent,) = [each for each in one.published if isinstance(each, Dispatched)]
+    (sent,) = one.own.take(everything=True)
 
     other.peers.dispatched(1, sent)
     other.peers.dispatched(1, sent)
@@ -222,7 +325,7 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
-    one.published.clear()  # lost
+    one.own.take(everything=True)  # lost
     running, _ = one.send(text + "and more")
 
     other.receive(one)
@@ -245,7 +348,7 @@ def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)
-    one.published.clear()
+    one.own.take(everything=True)  # lost
     for number in range(300):
         one.send(f"{text}{number}")[0].finish(clock.now())
 
@@ -261,7 +364,7 @@ def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
 def test_a_missed_dispatch_counts_for_the_history_alone(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     running, _ = one.send("missed " * 100)
-    (message,) = FrameReader().feed(encode_frame(one.published))
+    (message,) = FrameReader().feed(encode_frame(one.own.take(everything=True)))
 
     other.peers.missed(1, message)
 

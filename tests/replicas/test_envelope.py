@@ -63,7 +63,7 @@ def test_what_cannot_be_read_is_refused_with_its_reason():
 
     assert refusal(b"") is Refusal.MALFORMED
     assert refusal(b"another program's message, which is long enough for a header") is Refusal.MALFORMED
-    assert refusal(data[:4] + b"\x02" + data[5:]) is Refusal.FORMAT
+    assert refusal(data[:4] + b"\x01" + data[5:]) is Refusal.FORMAT
     assert refusal(data[:5] + bytes([1 - data[5]]) + data[6:]) is Refusal.BYTE_ORDER
     assert refusal(data[:6] + b"\x09" + data[7:]) is Refusal.MALFORMED
     assert refusal(data + bytes(MAX_ENVELOPE_BYTES)) is Refusal.TOO_LARGE
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused_with_its_reason():
 def test_a_message_about_another_format_says_which():
     data = pack(envelope(), KEY)
 
-    with pytest.raises(Refused, match="has format 9, and this release of kvroute reads format 1"):
+    with pytest.raises(Refused, match="has format 9, and this release of kvroute reads format 2"):
         unpack(data[:4] + b"\x09" + data[5:], KEY)
 
 

@@ -10,6 +10,7 @@ from kvroute.replicas.messages import (
     ExactSent,
     Finished,
     FrameReader,
+    Passed,
     PromptSent,
     Stored,
     encode_frame,
@@ -28,13 +29,14 @@ DISPATCHED = Dispatched(
     100,
     64,
     True,
-    [PromptSent(b"", pack_keys([1, 2**64 - 1]), 100, 16.0)],
-    [ExactSent(pack_keys([2]), pack_keys([3]), 16)],
+    [PromptSent(None, pack_keys([1, 2**64 - 1]), 100, 16.0)],
+    [ExactSent(2**64 - 1, pack_keys([3]), 16)],
     "session",
     1,
     (48, 16, 0),
 )
-MESSAGES = [DISPATCHED, Finished(7), Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
+PASSED = Passed("m", "w0", 1, 0.5, 0.25, 16.0, [2**63, None], [0, 2], pack_keys([8, 9]))
+MESSAGES = [DISPATCHED, Finished(7), PASSED, Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
 
 
 @given(st.lists(st.integers(0, 200), max_size=8))

@@ -35,7 +35,7 @@ def test_a_part_is_as_large_as_the_workers_cache(sizes, history, worker) -> None
 def test_a_worker_that_was_never_announced_is_sized_by_its_first_prompt(
     sizes, history, worker, query, keys_of, rng
 ) -> None:
-    sizes.observe(worker, query(keys=keys_of(rng, 160), block_tokens=32.0))
+    sizes.observe(worker, 10, 32.0)
 
     assert history.part(2).capacity_blocks == 500
 
@@ -52,18 +52,18 @@ def test_a_changed_capacity_resizes_the_part(sizes, history, worker) -> None:
 def test_a_part_follows_a_better_estimate_of_its_blocks(sizes, history, worker, query, keys_of, rng) -> None:
     """An empty part at once, a full one by the share of what comes in."""
     sizes.resize(worker)
-    sizes.observe(worker, query(keys=keys_of(rng, 16_000), block_tokens=32.0))
+    sizes.observe(worker, 1000, 32.0)
     assert 500 <= history.part(2).capacity_blocks <= 502
 
     history.acquire(2, keys_of(rng, 16 * 400)).release()
-    sizes.observe(worker, query(keys=keys_of(rng, 160), block_tokens=16.0))
+    sizes.observe(worker, 10, 16.0)
     assert 520 <= history.part(2).capacity_blocks <= 540
 
 
 def test_an_estimate_that_hardly_moves_changes_nothing(sizes, history, worker, query, keys_of, rng) -> None:
     sizes.resize(worker)
 
-    sizes.observe(worker, query(keys=keys_of(rng, 16_000), block_tokens=16.2))
+    sizes.observe(worker, 1000, 16.2)
 
     assert history.part(2).capacity_blocks == 1000
 
@@ -71,7 +71,7 @@ def test_an_estimate_that_hardly_moves_changes_nothing(sizes, history, worker, q
 def test_another_worker_under_a_reused_index_starts_afresh(
     sizes, history, worker, make_worker, query, keys_of, rng
 ) -> None:
-    sizes.observe(worker, query(keys=keys_of(rng, 160), block_tokens=32.0))
+    sizes.observe(worker, 10, 32.0)
     sizes.forget(worker)
 
     sizes.resize(make_worker(2, capacity_tokens=16_000))
@@ -100,7 +100,7 @@ def test_the_router_resizes_a_part_as_after_every_prompt(
         streamed = rng.random() < 0.5
         block_tokens = rng.choice((16.0, 16.0, 16.32, 16.3201, 15.6, rng.uniform(8, 40)))
         asked = query(now, keys=keys_of(rng, 160), block_tokens=block_tokens, streamed=streamed)
-        sizes.observe(worker, asked)
+        sizes.observe(worker, len(asked.prompts[0].keys), block_tokens)
         lease = history.acquire(worker.index, asked.prompts[0].keys)
         candidate = Candidate(worker, 0.1, 0, 0.1 * rng.random(), (0.0,) * 9)
         decision = RouteDecision("prefixaware", RouteReason.PREFIX_MISS, [candidate])

@@ -109,7 +109,7 @@ def test_the_router_credits_its_own_requests_and_those_of_peers():
     new = value.seconds(first.worker.index, 0.0)
     router.dispatch(query, decision, first, 0.0)
     again = value.seconds(first.worker.index, 0.0)
-    router.dispatched_by_peer(query, decision, first, 0.0)
+    router.dispatch(query, decision, first, 0.0, is_own=False)
 
     assert new == 0.0
     assert again == pytest.approx(1600 * router.costs(MODEL).token_s)

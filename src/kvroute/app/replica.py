@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
@@ -29,14 +30,13 @@ from kvroute.gateway.client_keys import KeyRing, SharedUse
 from kvroute.gateway.planner import ResponseOwners
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import (
-    KeyGroups,
     OwnDecisions,
     PeerDecisions,
     apply_recent_prompts,
     recent_prompts,
 )
 from kvroute.replicas.envelope import ID_BYTES
-from kvroute.replicas.mesh import Mesh
+from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,
     Dispatched,
@@ -53,6 +53,7 @@ from kvroute.replicas.messages import (
     OverrideEntry,
     OverridesChanged,
     Owner,
+    Passed,
     PeerId,
     PlacedSessions,
     RecentPrompts,
@@ -207,7 +208,10 @@ class Replica:
         self.mesh = mesh
         self.channel = channel
         self.groups = KeyGroups()
-        self.own = OwnDecisions(self.publish, self.groups)
+        self.own = OwnDecisions(self._flush_soon, self.groups)
+        self.publish = self.own.publish
+        """Send to all other processes of this gateway and of the others, within a few `GATHER_S`."""
+        self._timer: asyncio.TimerHandle | None = None
         self.owners = SharedOwners(self.publish)
         self.name = f"process {number}" if channel is None else channel.name
         """Of this process, in decisions and on the live page."""
@@ -249,6 +253,7 @@ class Replica:
             Dispatched: peers.dispatched,
             FirstToken: lambda peer, message: peers.first_token(peer, message.id),
             Finished: lambda peer, message: peers.finished(peer, message.id),
+            Passed: peers.passed,
             GroupsWanted: peers.groups_wanted,
             Groups: peers.groups,
             Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
@@ -273,12 +278,27 @@ class Replica:
         if ring is not None:
             ring.share(lambda use: self.publish(KeyUsed(*use)))
 
-    def publish(self, message: SharedMessage) -> None:
-        """Send to all other processes of this gateway and of the others, within a few milliseconds."""
-        if self.mesh is not None:
-            self.mesh.publish(message)
-        if self.channel is not None:
-            self.channel.publish(message)
+    def _flush_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._timer = None
+        self._send_all(self.own.take())
+        if self.own.is_waiting:
+            self._flush_soon()
+
+    def flush(self) -> None:
+        """Send all that was published: before a state is sent, so that this state has what follows it."""
+        self._send_all(self.own.take(everything=True))
+
+    def _send_all(self, messages: Sequence[SharedMessage]) -> None:
+        if messages and self.mesh is not None:
+            self.mesh.publish(*messages)
+            self.mesh.flush()
+        if messages and self.channel is not None:
+            self.channel.publish(*messages)
+            self.channel.flush()
 
     def send(self, peer: PeerId, *messages: SharedMessage) -> bool:
         """Send to one process. False if it is not linked."""
@@ -329,6 +349,7 @@ class Replica:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.flush()
         if self.mesh is not None:
             await self.mesh.aclose()
         if self.channel is not None:
@@ -384,6 +405,7 @@ class Replica:
         return messages
 
     def state(self) -> Sequence[SharedMessage]:
+        self.flush()
         overrides = self._overrides.snapshot()
         uses = [] if self._ring is None else self._ring.own_uses()
         return [
@@ -414,7 +436,7 @@ class Replica:
         """A message of a batch of another gateway that did not arrive in time."""
         if isinstance(message, Dispatched):
             self._peer_decisions.missed(peer, message)
-        elif isinstance(message, Owner | SessionForgotten):
+        elif isinstance(message, Passed | Owner | SessionForgotten):
             self.on_message(peer, message)
 
     def on_link_lost(self, peer: PeerId) -> None:

@@ -97,15 +97,18 @@ class BlockKeys(Sequence[BlockKey]):
     # The chain has an anchor every 32 blocks. A key is the hash of the bytes from its anchor to its end, with
     # the anchor's key as the seed. So a reader of a few keys pays for these and for the anchors only. The
     # last key is computed immediately: it identifies the prompt, and every caller reads it. The key that was
-    # read last is cached: most keys are read twice.
+    # read last is cached: most keys are read twice. So are the last keys: a history reads those that are new
+    # to it, and they are sent to the other processes.
 
-    __slots__ = ("_anchors", "_block_bytes", "_data", "_latest", "_latest_key", "_size")
+    __slots__ = ("_anchors", "_block_bytes", "_data", "_latest", "_latest_key", "_size", "_tail")
 
     _skipped = 0
     """Number of prompt bytes before `_data`."""
     _latest: int | None
     """Index of the key that was read last."""
     _latest_key: BlockKey
+    _tail: tuple[int, list[BlockKey]] | None
+    """Index of the first one of the last keys, and these keys; None until they are read as a slice."""
 
     def __init__(self, data: bytes | memoryview, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         self._data = data
@@ -113,6 +116,7 @@ class BlockKeys(Sequence[BlockKey]):
         self._size = size = len(data) // block_bytes
         self._anchors = anchors = [seed]
         self._latest = last = size - 1
+        self._tail = None
         groups = last // GROUP_BLOCKS
         if 0 < groups <= _PREPARED_GROUPS and block_bytes == BLOCK_BYTES:
             # `_add_anchors` inlined. The seed of each anchor is the anchor before it: `map` reads `anchors`
@@ -189,10 +193,22 @@ class BlockKeys(Sequence[BlockKey]):
         anchors.extend(map(hashed, parts, islice(anchors, known, None)))
 
     def _range(self, start: int, stop: int) -> list[BlockKey]:
-        """The keys from `start` to before `stop`."""
-        keys: list[int] = []
+        """The keys from `start` to before `stop`. The caller must not change the list."""
         if start >= stop:
             return []
+        if stop < self._size:
+            return self._hashed(start, stop)
+        tail = self._tail
+        if tail is None or start < tail[0]:
+            keys = self._hashed(start, stop if tail is None else tail[0])
+            if tail is not None:
+                keys += tail[1]
+            self._tail = tail = start, keys
+        return tail[1] if start == tail[0] else tail[1][start - tail[0] :]
+
+    def _hashed(self, start: int, stop: int) -> list[BlockKey]:
+        """Compute the keys from `start` to before `stop`; at least one."""
+        keys: list[int] = []
         self._add_anchors((stop - 1) // GROUP_BLOCKS)
         append, data, size, hashed = keys.append, memoryview(self._data), self._block_bytes, xxh3_64_intdigest
         skipped = self._skipped
@@ -255,7 +271,7 @@ class ContinuedKeys(BlockKeys):
         self._block_bytes = BLOCK_BYTES
         self._size = blocks + len(tail) // BLOCK_BYTES
         self._anchors = known.anchors.copy()
-        self._latest = None
+        self._latest = self._tail = None
 
     def prefix(self, blocks: int) -> PrefixKeys:
         """The keys of the first `blocks` blocks, rounded down to whole groups, for later prompts."""

@@ -1,18 +1,21 @@
 """Shares token ids and block keys between prompts with a common prefix.
 
-The next turn of a chat stores only its new token ids, and hashes only its new blocks.
+The next turn of a chat stores only its new token ids, hashes only its new blocks, and sends only their keys
+to other processes.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from itertools import chain
 from typing import Final, cast, overload
 
+from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import KEY_TOKENS, BlockKey, token_keys
+from kvroute.blocks.keys import GROUP_BLOCKS, KEY_TOKENS, BlockKey, BlockKeys, token_keys
 
 SHARED_TOKENS: Final = 4096
 """Token ids in one shared piece. The ids after the last whole piece are copied for each prompt."""
@@ -229,3 +232,147 @@ class KeyCache:
         if prompt is not None:
             prompt.store_keys(seed, keys)
         return cast("Sequence[BlockKey]", keys)
+
+
+MAX_GROUPS: Final = 32_768
+"""Bound of the groups that one process remembers."""
+
+
+class _Group(Struct, eq=False, gc=False):
+    """`GROUP_BLOCKS` consecutive keys of a prompt, or the fewer ones at its end. Mutable: `children`."""
+
+    keys: array[int]
+    before: _Group | None
+    size: int
+    """Keys from the beginning of the prompt to the end of the group."""
+    children: int = 0
+    """Groups that follow this one."""
+
+
+class GroupedKeys(Sequence[BlockKey]):
+    """The keys of a prompt from the beginning to the end of a group. Most readers need a few of them only."""
+
+    __slots__ = ("_last", "_parts")
+
+    def __init__(self, last: _Group) -> None:
+        self._last = last
+        self._parts: list[array[int]] | None = None
+
+    def __len__(self) -> int:
+        return self._last.size
+
+    @overload
+    def __getitem__(self, place: int) -> BlockKey: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
+        if place == -1:
+            return cast("BlockKey", self._last.keys[-1])
+        parts = self._parts or self._collect()
+        if not isinstance(place, slice):
+            if place < 0:
+                place += self._last.size
+            if place < 0:
+                raise IndexError(place)
+            return cast("BlockKey", parts[place // GROUP_BLOCKS][place % GROUP_BLOCKS])
+        start, stop, step = place.indices(self._last.size)
+        keys, skipped = array("Q"), start - start % GROUP_BLOCKS
+        for part in parts[start // GROUP_BLOCKS : -(-stop // GROUP_BLOCKS)]:
+            keys.extend(part)
+        return cast("Sequence[BlockKey]", keys[start - skipped : max(0, stop - skipped) : step])
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return cast("Iterator[BlockKey]", chain.from_iterable(self._parts or self._collect()))
+
+    def _collect(self) -> list[array[int]]:
+        parts, group = [self._last.keys], self._last.before
+        while group is not None:
+            parts.append(group.keys)
+            group = group.before
+        parts.reverse()
+        self._parts = parts
+        return parts
+
+
+class KeyGroups:
+    """The prompts that this process has sent to others or received, in groups of keys.
+
+    The key of a block depends on all tokens before it, so a key that was sent before stands for all keys up
+    to it. Mutable: `encode`, `decode` and `learn` add groups.
+
+    The group that was used least recently and that no other one follows is forgotten first. So all groups
+    before a known one are known, and processes that receive the same messages forget about the same groups.
+    """
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[int, _Group] = OrderedDict()
+        """By their last keys."""
+
+    def encode(self, keys: Sequence[int]) -> tuple[int | None, Sequence[int]]:
+        """`keys` as (the last one that was sent before, the keys after it). O(new groups)."""
+        if len(keys) < GROUP_BLOCKS:
+            return None, keys
+        groups, last = self._groups, keys[-1]
+        if last in groups:
+            groups.move_to_end(last)
+            return last, ()
+        ends: Sequence[int] = (
+            keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
+        )
+        place = len(ends)
+        while place and ends[place - 1] not in groups:
+            place -= 1
+        known, fresh = ends[place - 1] if place else None, array("Q", keys[place * GROUP_BLOCKS :])
+        self._add(None if known is None else groups[known], fresh)
+        return known, fresh
+
+    def decode(self, known: int | None, keys: array[int]) -> Sequence[BlockKey] | None:
+        """The keys that another process encoded; None if `known` is not known here. O(new groups)."""
+        before = None
+        if known is not None:
+            before = self._groups.get(known)
+            # Only the last group of a prompt may be shorter than others.
+            if before is None or (keys and before.size % GROUP_BLOCKS):
+                return None
+            self._groups.move_to_end(known)
+        elif len(keys) < GROUP_BLOCKS:
+            return cast("Sequence[BlockKey]", keys)
+        last = self._add(before, keys)
+        return [] if last is None else GroupedKeys(last)
+
+    def use(self, known: int) -> bool:
+        """Whether the keys up to `known` are known here; then they count as used."""
+        if known not in self._groups:
+            return False
+        self._groups.move_to_end(known)
+        return True
+
+    def keys_to(self, known: int) -> Sequence[BlockKey]:
+        """All keys up to `known`, for a process that asks for them; none if it is not known."""
+        last = self._groups.get(known)
+        return () if last is None else GroupedKeys(last)
+
+    def learn(self, keys: array[int]) -> None:
+        """Remember the keys of a prompt."""
+        if len(keys) >= GROUP_BLOCKS:
+            self._add(None, keys)
+
+    def _add(self, last: _Group | None, keys: array[int]) -> _Group | None:
+        """Add the groups of these keys, which follow the group `last`. Returns the last group."""
+        groups, size = self._groups, 0 if last is None else last.size
+        for start in range(0, len(keys), GROUP_BLOCKS):
+            part = keys[start : start + GROUP_BLOCKS]
+            size += len(part)
+            group = groups.get(part[-1])
+            if group is None:  # else it is new to the sender only
+                group = groups[part[-1]] = _Group(part, last, size)
+                if last is not None:
+                    last.children += 1
+            last = group
+        while len(groups) > MAX_GROUPS:
+            end, oldest = groups.popitem(last=False)
+            if oldest.children:
+                groups[end] = oldest
+            elif oldest.before is not None:
+                oldest.before.children -= 1
+        return last

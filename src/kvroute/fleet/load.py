@@ -143,6 +143,23 @@ class WorkerLoad:
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
+    def passed(self, requests: int, prefill_s: float, stay_s: float, now: float) -> None:
+        """Account requests that have begun and ended elsewhere, and were answered: they count for the
+        averages.
+
+        `prefill_s` and `stay_s` are sums of the requests: estimated prefill, and time from dispatch to end.
+        """
+        if self._origin == _NEVER:
+            self._origin = now
+        weight = self._weight(now)
+        self._recent_s += prefill_s * weight
+        self._recent_requests += requests * weight
+        mean_s, before = stay_s / requests, self.residence_s
+        if before is None:
+            self.residence_s = mean_s
+        else:
+            self.residence_s = mean_s + (before - mean_s) * (1.0 - RESIDENCE_WEIGHT) ** requests
+
     def _leave_queue(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Remove a reservation from the queue. `counts` is False if its prefill was never completed."""
         prefill_s = reservation.prefill_s
@@ -158,17 +175,20 @@ class WorkerLoad:
         else:
             self._head = None
             self._head_end = inf
-        if not counts:
-            return
+        if counts:
+            weight = self._weight(now)
+            self._recent_s += prefill_s * weight
+            self._recent_requests += weight
+
+    def _weight(self, now: float) -> float:
+        """The weight of a prefill that is completed now."""
         age_s = now - self._origin
         if age_s > _WARM_S:
             decay = exp(-age_s / WINDOW_S)
             self._recent_s *= decay
             self._recent_requests *= decay
             self._origin, self._is_warm, age_s = now, True, 0.0
-        weight = exp(age_s / WINDOW_S)
-        self._recent_s += prefill_s * weight
-        self._recent_requests += weight
+        return exp(age_s / WINDOW_S)
 
     def _complete_unstreamed(self, now: float) -> None:
         """Remove reservations that are not streamed from the head once their estimated time has passed."""

@@ -14,13 +14,14 @@ from typing import NamedTuple
 from kvroute.clock import Clock
 from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
 from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.load import ReservationListener
 from kvroute.fleet.worker import Worker, WorkerFacts
 from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.journal import DelayedExchange, InFlightRequest
 from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
-from kvroute.routing.router import AttemptObserver, Observer
+from kvroute.routing.router import Observer
 from kvroute.routing.strategy import Candidate, RouteDecision, RouteQuery, RouteReason
 
 log = logging.getLogger(__name__)
@@ -124,10 +125,12 @@ class Permits:
                 return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (candidate, *others))
         return decision
 
-    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
+    def dispatched(
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
+    ) -> ReservationListener:
         worker = candidate.worker
         self._in_flight[worker] = self._in_flight.get(worker, 0) + 1
-        inner = None if self._inner is None else self._inner.dispatched(query, decision, candidate)
+        inner = None if self._inner is None else self._inner.dispatched(query, decision, candidate, now)
         return _Permit(self, worker, inner)
 
     def session_forgotten(self, session_key: str) -> None:
@@ -149,15 +152,15 @@ class _Permit(NamedTuple):
 
     permits: Permits
     worker: Worker
-    inner: AttemptObserver | None
+    inner: ReservationListener | None
 
-    def first_token(self) -> None:
+    def first_token(self, now: float, is_first: bool) -> None:
         if self.inner is not None:
-            self.inner.first_token()
+            self.inner.first_token(now, is_first)
 
-    def finished(self) -> None:
+    def finish(self, now: float) -> None:
         if self.inner is not None:
-            self.inner.finished()
+            self.inner.finish(now)
         self.permits.returned(self.worker)
 
 

@@ -106,6 +106,13 @@ class RouteHistory(Protocol):
         """
         ...
 
+    def touch(self, worker: int, last: BlockKey) -> bool:
+        """As `acquire` and `release` for a prompt that the worker holds, by its last key.
+
+        False if the worker does not hold it or this history cannot know; then nothing changes.
+        """
+        ...
+
     def part(self, worker: int) -> HistoryShare:
         """The worker's live figures. A new worker starts empty at the default capacity."""
         ...
@@ -188,6 +195,9 @@ class TrieHistory:
         part = self._own_part(worker)
         blocks, new_blocks = self._pin(part, keys)
         return _TriePinned(self, part, blocks, new_blocks)
+
+    def touch(self, worker: int, last: BlockKey) -> bool:
+        return False
 
     def part(self, worker: int) -> HistoryShare:
         return self._own_part(worker)

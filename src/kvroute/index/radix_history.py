@@ -198,6 +198,18 @@ class RadixHistory:
                 self._evict_excess(part)
         return _RadixPinned(self, part, final, new_blocks)
 
+    def touch(self, worker: int, last: BlockKey) -> bool:
+        edge, part = self._ends.get(last), self.parts.get(worker)
+        if edge is None or part is None or not edge.full & part.bit:
+            return False
+        hold: Hold | None = edge.holds[worker]
+        while hold is not None:
+            if not hold.pins:
+                hold.unlink()
+                hold.link_before(part.free)
+            hold = hold.before
+        return True
+
     def part(self, worker: int) -> HistoryShare:
         return self.parts.get(worker) or self._own_part(worker)
 
@@ -318,7 +330,7 @@ class RadixHistory:
         if pos == end:
             return hold, 0
         added = end - pos
-        fresh = array("Q", keys[pos:] if pos else keys)
+        fresh = array("Q", keys[pos:])
         own_pins = 2 if hold is extended else 1
         if hold and last and not last.children and len(last.holds) == 1 and hold.pins == own_pins:
             # Only this worker holds the edge and only this request pins it: extend the edge, so that a

@@ -169,9 +169,9 @@ class Channel:
             return False
         return True
 
-    def publish(self, message: SharedMessage) -> None:
+    def publish(self, *messages: SharedMessage) -> None:
         """Send to all members, within `GATHER_S`; they are encoded then."""
-        self._queued.append(message)
+        self._queued += messages
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
         elif len(self._queued) >= _MAX_QUEUED:

@@ -1,7 +1,7 @@
-"""Requests of other processes, accounted here, and the dictionary compression of their block keys.
+"""Requests of other processes, accounted here.
 
-A group of keys that was sent before is sent as its last key only: the key of a block depends on all tokens
-before it, so the last key of a group identifies the whole group.
+Keys that were sent before are sent as one key (`KeyGroups`). Of a request that ends before its dispatch is
+published only the prompt and its share of the averages are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Final, TypeAlias, cast
 import msgspec
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import GROUP_BLOCKS, BlockKey, BlockKeys, PromptKeys
+from kvroute.blocks.keys import GROUP_BLOCKS, BlockKey, PromptKeys
+from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
@@ -27,6 +28,7 @@ from kvroute.replicas.messages import (
     FirstToken,
     Groups,
     GroupsWanted,
+    Passed,
     PeerId,
     PromptSent,
     RecentPrompts,
@@ -35,7 +37,8 @@ from kvroute.replicas.messages import (
     pack_keys,
     unpack_keys,
 )
-from kvroute.routing.router import AttemptObserver, Dispatch, Router
+from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import (
     Candidate,
     CandidateMatch,
@@ -47,167 +50,210 @@ from kvroute.routing.strategy import (
     Tokens,
 )
 
-MAX_GROUPS: Final = 32_768
-"""Bound of the groups that one process remembers."""
-
-
-class KeyGroups:
-    """The groups that this process has sent or received. Mutable: `encode`, `decode` and `learn` add to it.
-
-    The group that was used least recently is forgotten first. Processes that receive the same messages forget
-    about the same groups.
-    """
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[int, Sequence[int]] = OrderedDict()
-
-    def encode(self, keys: Sequence[int]) -> tuple[bytes, bytes]:
-        """`keys` as (last keys of all groups; the keys of new groups, and those after the last whole group).
-
-        Only new groups are hashed. O(groups).
-        """
-        if len(keys) < GROUP_BLOCKS:
-            return b"", pack_keys(keys)
-        groups, fresh = self._groups, array("Q")
-        ends: Sequence[int] = (
-            keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
-        )
-        start = 0
-        for end in ends:
-            if end in groups:
-                groups.move_to_end(end)
-            else:
-                group = array("Q", keys[start : start + GROUP_BLOCKS])
-                self._add(end, group)
-                fresh.extend(group)
-            start += GROUP_BLOCKS
-        fresh.extend(keys[start:])
-        return pack_keys(ends), fresh.tobytes()
-
-    def decode(self, ends: bytes, fresh: bytes) -> array[int] | None:
-        """The keys that another process encoded; None if a group is not known here (see `unknown`).
-
-        O(groups).
-        """
-        if not ends:
-            return unpack_keys(fresh)
-        groups, new_keys, keys, start, is_whole = self._groups, unpack_keys(fresh), array("Q"), 0, True
-        for end in unpack_keys(ends):
-            group = groups.get(end)
-            # A group that this process knows may still be new to the sender. Keys are hashes: a new group is
-            # recognised by its last key.
-            last = start + GROUP_BLOCKS - 1
-            if last < len(new_keys) and new_keys[last] == end:
-                if group is None:
-                    group = new_keys[start : last + 1]
-                    self._add(end, group)
-                start = last + 1
-            if group is None:
-                is_whole = False
-                continue
-            groups.move_to_end(end)
-            keys.extend(group)
-        keys.extend(new_keys[start:])
-        return keys if is_whole else None
-
-    def unknown(self, ends: bytes) -> bytes:
-        """Those of these groups that are not known here, by their packed last keys."""
-        return pack_keys([end for end in unpack_keys(ends) if end not in self._groups])
-
-    def packed(self, ends: bytes) -> bytes:
-        """The keys of these groups, for a process that asks for them; groups that are not known are left
-        out."""
-        found = array("Q")
-        for end in unpack_keys(ends):
-            found.extend(self._groups.get(end, ()))
-        return found.tobytes()
-
-    def learn(self, keys: Sequence[int]) -> None:
-        """Remember the whole groups of these keys, which start at the beginning of a group."""
-        for start in range(0, len(keys) - GROUP_BLOCKS + 1, GROUP_BLOCKS):
-            end = keys[start + GROUP_BLOCKS - 1]
-            if end not in self._groups:
-                self._add(end, array("Q", keys[start : start + GROUP_BLOCKS]))
-
-    def _add(self, end: int, group: Sequence[int]) -> None:
-        self._groups[end] = group
-        if len(self._groups) > MAX_GROUPS:
-            self._groups.popitem(last=False)
-
-
 _RECENT_BLOCKS: Final = 4_000_000
 """Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
+_LATEST: Final = 5
+"""Calls of `OwnDecisions.take` until a request that ended soon is sent, with nothing else to send."""
 _MAX_INCOMPLETE: Final = 256
-"""Dispatches that wait for groups of keys."""
+"""Prompts that wait for groups of keys."""
 _NO_CHUNKS: Final = PromptChunks(())
+_NO_TERMS: Final = CostTerms()
+_EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[int | None, Sequence[int]]]
+
+
+def _uncompressed(keys: Sequence[int]) -> tuple[int | None, Sequence[int]]:
+    return None, keys
+
+
+def _observed_strategies() -> frozenset[str]:
+    """The strategies that every process must tell about every dispatch."""
+    return frozenset(name for name, strategy in STRATEGIES.items() if strategy.observes_dispatch)
 
 
 class OwnDecisions:
-    """The router's `Observer` that publishes this process's dispatches.
+    """The router's `Observer`: gathers what this process publishes. Mutable: until `take`.
 
-    Mutable: keeps the unfinished requests, for processes that link later.
+    It also keeps the unfinished requests, for processes that link later.
     """
 
-    def __init__(self, publish: Callable[[SharedMessage], None], groups: KeyGroups) -> None:
-        self.publish = publish
-        self._ids = count(1)
+    def __init__(self, wake: Callable[[], object], groups: KeyGroups) -> None:
+        """`wake` is called when there is something to `take`; then `take` until nothing `is_waiting`."""
+        self._wake = wake
         self._groups = groups
-        self._unfinished: dict[int, _OwnDispatch] = {}
+        self._gathered: list[SharedMessage | OwnDispatch] = []
+        self._young: list[OwnDispatch] = []
+        """Dispatches that were unfinished at the last `take`, and are not published yet."""
+        self._passed: list[OwnDispatch] = []
+        self._takes = 0
+        """How often `take` has left `_passed` for later."""
+        self._ids = count(1)
+        self._unfinished: dict[int, OwnDispatch] = {}
+        """By number. Only dispatches that were published."""
+        self._observed = _observed_strategies()
 
-    def dispatched(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> AttemptObserver:
-        """Publish a dispatch. Costs about 5 us, and `KeyGroups.encode`."""
-        number = next(self._ids)
-        dispatch = self._unfinished[number] = _OwnDispatch(self, number, query, decision, candidate)
-        self.publish(_dispatched_message(number, query, decision, candidate, self._groups.encode))
+    def publish(self, message: SharedMessage | OwnDispatch) -> None:
+        """Add to what is sent next."""
+        self._gathered.append(message)
+        if len(self._gathered) == 1:
+            self._wake()
+
+    def dispatched(
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
+    ) -> OwnDispatch:
+        dispatch = OwnDispatch(self, query, decision, candidate, now)
+        self.publish(dispatch)
         return dispatch
 
     def session_forgotten(self, session_key: str) -> None:
         self.publish(SessionForgotten(session_key))
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something was left for a later `take`."""
+        return bool(self._young or self._passed)
+
+    def take(self, *, everything: bool = False) -> list[SharedMessage]:
+        """The messages that are due. O(requests), and `KeyGroups.encode` of their keys.
+
+        A dispatch is due at the second call after it. If it has ended until then only its share of the
+        averages and its prompt are sent, with the next messages or at the `_LATEST`th call.
+        """
+        messages, young, passed = list[SharedMessage](), self._young, self._passed
+        gathered, self._gathered, self._young = self._gathered, [], []
+        for dispatch in young:
+            if dispatch.ended_at is None:
+                messages += self._published(dispatch)
+            else:
+                passed.append(dispatch)
+        for each in gathered:
+            if not isinstance(each, OwnDispatch):
+                messages.append(each)
+            elif each.decision.strategy in self._observed:
+                messages += self._published(each)
+            elif each.ended_at is not None:
+                passed.append(each)
+            elif everything:
+                messages += self._published(each)
+            else:
+                self._young.append(each)
+        self._takes += 1
+        if not passed:
+            self._takes = 0
+        elif messages or everything or self._takes >= _LATEST:
+            self._takes, self._passed = 0, []
+            messages += _passed_messages(passed, self._groups.encode)
+        return messages
+
+    def _published(self, dispatch: OwnDispatch) -> list[SharedMessage]:
+        dispatch.number = number = next(self._ids)
+        if dispatch.ended_at is None:
+            self._unfinished[number] = dispatch
+        return dispatch.messages(self._groups.encode)
+
     def unfinished(self) -> list[SharedMessage]:
-        """The messages that bring a newly linked process up to date with the requests in flight."""
-        return [message for dispatch in self._unfinished.values() for message in dispatch.catch_up_messages()]
+        """The messages that bring a newly linked process up to date with the requests in flight.
 
-    def forget(self, number: int) -> None:
-        """Remove a request that has ended."""
+        Those that were not taken yet are not among them.
+        """
+        dispatches = self._unfinished.values()
+        return [message for dispatch in dispatches for message in dispatch.messages(_uncompressed)]
+
+    def ended(self, number: int) -> None:
+        """A published request has ended."""
         del self._unfinished[number]
+        self.publish(Finished(number))
 
 
-class _OwnDispatch:
-    """One unfinished request of this process. Mutable: whether its first token has arrived."""
+class OwnDispatch(msgspec.Struct, eq=False):
+    """One attempt of this process, a `ReservationListener`. Mutable: what has happened to it."""
 
-    __slots__ = ("_candidate", "_decision", "_decisions", "_has_first_token", "_number", "_query")
+    _decisions: OwnDecisions
+    query: RouteQuery
+    decision: RouteDecision
+    candidate: Candidate
+    started_at: float
+    ended_at: float | None = None
+    _has_first_token: bool = False
+    number: int = 0
+    """This process's number for a published request; 0: the others do not know it."""
 
-    def __init__(
-        self,
-        decisions: OwnDecisions,
-        number: int,
-        query: RouteQuery,
-        decision: RouteDecision,
-        candidate: Candidate,
-    ) -> None:
-        self._decisions = decisions
-        self._number = number
-        self._query = query
-        self._decision = decision
-        self._candidate = candidate
-        self._has_first_token = False
+    @property
+    def is_answered(self) -> bool:
+        """Whether it counts for the averages of its worker, as in `Reservation.finish`."""
+        return self._has_first_token or not self.query.streamed
 
-    def first_token(self) -> None:
-        self._has_first_token = True
-        self._decisions.publish(FirstToken(self._number))
+    def first_token(self, now: float, is_first: bool) -> None:
+        if is_first:
+            self._has_first_token = True
+            if self.number:
+                self._decisions.publish(FirstToken(self.number))
 
-    def finished(self) -> None:
-        self._decisions.forget(self._number)
-        self._decisions.publish(Finished(self._number))
+    def finish(self, now: float) -> None:
+        self.ended_at = now
+        if self.number:
+            self._decisions.ended(self.number)
 
-    def catch_up_messages(self) -> list[SharedMessage]:
-        """The messages that were published about the request until now."""
-        number = self._number
-        sent = _dispatched_message(number, self._query, self._decision, self._candidate, _uncompressed)
-        return [sent, FirstToken(number)] if self._has_first_token else [sent]
+    def messages(self, encode: _EncodeKeys) -> list[SharedMessage]:
+        """The messages about what has happened until now."""
+        number, query, candidate = self.number, self.query, self.candidate
+        held, prompts, exact = candidate.held, list[PromptSent](), list[ExactSent]()
+        for prompt in query.prompts:
+            known, fresh = encode(prompt.keys)
+            prompts.append(PromptSent(known, pack_keys(fresh), prompt.tokens, prompt.block_tokens))
+        for each in query.exact:
+            known, fresh = encode(each.keys)
+            exact.append(ExactSent(known, pack_keys(fresh), each.key_tokens))
+        messages: list[SharedMessage] = [
+            Dispatched(
+                number,
+                query.model,
+                candidate.worker.id,
+                self.decision.strategy,
+                self.decision.reason.value,
+                candidate is self.decision.ranking[0],
+                candidate.prefill_s,
+                query.tokens,
+                candidate.matched_tokens,
+                query.streamed,
+                prompts,
+                exact,
+                query.session_key,
+                None if held is None else held.rank,
+                None if held is None else held.tokens,
+            )
+        ]
+        if self._has_first_token:
+            messages.append(FirstToken(number))
+        if self.ended_at is not None:
+            messages.append(Finished(number))
+        return messages
+
+
+def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Iterable[Passed]:
+    """One message for each model and worker."""
+    together: dict[tuple[str, str], list[OwnDispatch]] = {}
+    for each in requests:
+        together.setdefault((each.query.model, each.candidate.worker.id), []).append(each)
+    for (model, worker), some in together.items():
+        answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
+        all_known, sizes, all_fresh = list[int | None](), list[int](), array("Q")
+        for each in some:
+            if each.is_answered and each.ended_at is not None:
+                answered += 1
+                prefill_s += each.candidate.prefill_s
+                stay_s += each.ended_at - each.started_at
+            for prompt in each.query.prompts:
+                known, fresh = encode(prompt.keys)
+                all_known.append(known)
+                sizes.append(len(fresh))
+                all_fresh.extend(fresh)
+                blocks += len(prompt.keys)
+                tokens += prompt.block_tokens * len(prompt.keys)
+        block_tokens = tokens / blocks if blocks else 0.0
+        packed = all_fresh.tobytes()
+        yield Passed(model, worker, answered, prefill_s, stay_s, block_tokens, all_known, sizes, packed)
 
 
 class PeerDecisions:
@@ -230,13 +276,13 @@ class PeerDecisions:
         self._dispatches: dict[PeerId, dict[int, Dispatch]] = {}
         """Unfinished requests, by process and by that process's number for the request."""
         self._ids = count(1)
-        self._incomplete: OrderedDict[int, tuple[str, list[PromptSent]]] = OrderedDict()
-        """Worker and prompts of dispatches whose keys have groups that were asked for, by
-        `GroupsWanted.id`."""
+        self._incomplete: OrderedDict[int, tuple[str, PromptSent]] = OrderedDict()
+        """Worker and prompt whose keys were asked for, by `GroupsWanted.id`."""
         self.incomplete = 0
-        """Dispatches with groups that were not known here, since the start."""
+        """Prompts with keys that were not known here, since the start."""
         self._ranked: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
         """Candidates for each model, with the version of the fleet's view that they were made from."""
+        self._observed = _observed_strategies()
 
     @property
     def unfinished(self) -> int:
@@ -246,8 +292,8 @@ class PeerDecisions:
     def dispatched(self, peer: PeerId, sent: Dispatched) -> None:
         """Apply a dispatch of another process; a dispatch to an unknown worker is skipped.
 
-        If a group of its keys is not known here it counts as load alone, until the process has sent the
-        group. Costs `Router.dispatch` and `KeyGroups.decode`.
+        If some of its keys are not known here it counts as load alone, until the process has sent them. Costs
+        `Router.dispatch` and `KeyGroups.decode`.
         """
         dispatch = self._dispatch(peer, sent)
         if dispatch is not None:
@@ -264,6 +310,30 @@ class PeerDecisions:
         dispatch = self._dispatch(peer, msgspec.structs.replace(sent, streamed=True))
         if dispatch is not None:
             dispatch.finish(self._clock.now())
+
+    def passed(self, peer: PeerId, sent: Passed) -> None:
+        """Apply requests of another process that have ended already: one step for the load of all of them."""
+        worker = self._worker(sent.worker)
+        if worker is None:
+            return
+        now, router, block_tokens = self._clock.now(), self._router, sent.block_tokens
+        if sent.answered > 0:
+            worker.load.passed(sent.answered, sent.prefill_s, sent.stay_s, now)
+        all_fresh, end = unpack_keys(sent.fresh), 0
+        for known, size in zip(sent.known, sent.sizes, strict=True):
+            start, end = end, end + size
+            # Prompts that were sent before are most of a load test and of evaluations.
+            if known is None:
+                if 0 < size < GROUP_BLOCKS and router.repeats(worker, cast("BlockKey", all_fresh[end - 1])):
+                    continue
+            elif not size and self._groups.use(known) and router.repeats(worker, cast("BlockKey", known)):
+                continue
+            fresh = all_fresh[start:end]
+            keys = self._groups.decode(known, fresh)
+            if keys is None:
+                self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, block_tokens))
+            elif block_tokens > 0:
+                router.passed_at_peer(worker, sent.model, keys, block_tokens, now)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)
@@ -283,51 +353,72 @@ class PeerDecisions:
             dispatch.finish(now)
 
     def groups_wanted(self, peer: PeerId, wanted: GroupsWanted) -> None:
-        """Another process does not know groups that this process has used."""
-        self._send(peer, Groups(wanted.id, self._groups.packed(wanted.ends)))
+        """Another process does not know keys that this process has sent."""
+        self._send(peer, Groups(wanted.id, pack_keys(self._groups.keys_to(wanted.known))))
 
     def groups(self, _: PeerId, answer: Groups) -> None:
-        """Complete the history of a dispatch. Groups that the other process has forgotten stay unknown."""
+        """Complete the history. Keys that the other process has forgotten stay unknown."""
         self._groups.learn(unpack_keys(answer.keys))
-        worker_id, prompts = self._incomplete.pop(answer.id, ("", []))
-        worker = self._worker(worker_id)
-        for prompt in prompts if worker is not None else ():
-            keys = self._groups.decode(prompt.ends, prompt.fresh)
-            if keys is not None and worker is not None:
-                self._router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
+        waiting = self._incomplete.pop(answer.id, None)
+        if waiting is None:
+            return
+        worker, prompt = self._worker(waiting[0]), waiting[1]
+        keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
+        if keys is not None and worker is not None:
+            self._router.replay_prompt(worker, keys)
 
     def _dispatch(self, peer: PeerId, sent: Dispatched) -> Dispatch | None:
-        decode = self._groups.decode
-        prompts = [decode(prompt.ends, prompt.fresh) for prompt in sent.prompts]
-        exact = [decode(prompt.ends, prompt.fresh) for prompt in sent.exact]
-        known_prompts = [keys for keys in prompts if keys is not None]
-        known_exact = [keys for keys in exact if keys is not None]
-        if len(known_prompts) < len(prompts) or len(known_exact) < len(exact):
-            self._ask(peer, sent)
-            known_prompts, known_exact = [], []
+        prompts, exact = self._prompts(peer, sent.worker, sent.prompts), list[ExactPrompt]()
+        for each in sent.exact:
+            keys = self._groups.decode(each.known, unpack_keys(each.fresh))
+            if keys is None:
+                self._ask(peer, sent.worker, each)
+            else:
+                exact.append(ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=each.key_tokens))
         worker = self._worker(sent.worker)
         if worker is None:
             return None
         now = self._clock.now()
-        query, decision, candidate = self._as_routed(
-            sent,
-            cast("list[Sequence[BlockKey]]", known_prompts),
-            cast("list[Sequence[BlockKey]]", known_exact),
-            worker,
-            now,
+        query = RouteQuery(
+            model=sent.model,
+            now=now,
+            prompts=tuple(prompts),
+            tokens=sent.tokens,
+            session_key=sent.session_key,
+            streamed=sent.streamed,
+            exact=tuple(exact),
         )
-        return self._router.dispatched_by_peer(query, decision, candidate, now)
+        held = None
+        if sent.tiers is not None:
+            held = CandidateMatch(Tokens(*sent.tiers), self._router.slot_of(worker, sent.rank), sent.rank)
+        candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, _NO_TERMS, held)
+        others = self._candidates(sent.model) if sent.strategy in self._observed else ()
+        ranking = (candidate, *others) if sent.first else (*others, candidate)
+        decision = RouteDecision(sent.strategy, RouteReason(sent.reason), ranking)
+        return self._router.dispatch(query, decision, candidate, now, is_own=False)
 
-    def _ask(self, peer: PeerId, sent: Dispatched) -> None:
-        """Ask for the groups of a dispatch that are not known here."""
+    def _prompts(self, peer: PeerId, worker_id: str, sent: Sequence[PromptSent]) -> list[PromptKeys]:
+        """The prompts whose keys are known here; the keys of the others are asked for."""
+        prompts = list[PromptKeys]()
+        for prompt in sent:
+            keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
+            if keys is None:
+                self._ask(peer, worker_id, prompt)
+            else:
+                prompts.append(PromptKeys(keys, prompt.tokens, prompt.block_tokens))
+        return prompts
+
+    def _ask(self, peer: PeerId, worker_id: str, prompt: PromptSent | ExactSent) -> None:
+        """Ask for the keys of a prompt that are not known here."""
+        if prompt.known is None:
+            return
         self.incomplete += 1
-        all_ends = [*(prompt.ends for prompt in sent.prompts), *(prompt.ends for prompt in sent.exact)]
-        ends = b"".join(map(self._groups.unknown, all_ends))
         number = next(self._ids)
-        self._incomplete[number] = sent.worker, sent.prompts
-        if len(self._incomplete) > _MAX_INCOMPLETE:
-            self._incomplete.popitem(last=False)
-        self._send(peer, GroupsWanted(number, ends))
+        if isinstance(prompt, PromptSent):  # the history has no exact keys
+            self._incomplete[number] = worker_id, prompt
+            if len(self._incomplete) > _MAX_INCOMPLETE:
+                self._incomplete.popitem(last=False)
+        self._send(peer, GroupsWanted(number, prompt.known))
 
     def _worker(self, worker_id: str) -> Worker | None:
         try:
@@ -335,48 +426,14 @@ class PeerDecisions:
         except NotFound:
             return None
 
-    def _as_routed(
-        self,
-        sent: Dispatched,
-        prompts: Sequence[Sequence[BlockKey]],
-        exact: Sequence[Sequence[BlockKey]],
-        worker: Worker,
-        now: float,
-    ) -> tuple[RouteQuery, RouteDecision, Candidate]:
-        query = RouteQuery(
-            model=sent.model,
-            now=now,
-            prompts=tuple(
-                PromptKeys(keys, prompt.tokens, prompt.block_tokens)
-                for keys, prompt in zip(prompts, sent.prompts, strict=False)  # none if groups are unknown
-            ),
-            tokens=sent.tokens,
-            session_key=sent.session_key,
-            streamed=sent.streamed,
-            exact=tuple(
-                ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=prompt.key_tokens)
-                for keys, prompt in zip(exact, sent.exact, strict=False)
-            ),
-        )
-        held = None
-        if sent.tiers is not None:
-            slot = self._router.slot_of(worker, sent.rank)
-            held = CandidateMatch(Tokens(*sent.tiers), slot, sent.rank)
-        candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, CostTerms(), held)
-        others = self._candidates(sent.model)
-        ranking = (candidate, *others) if sent.first else (*others, candidate)
-        return query, RouteDecision(sent.strategy, RouteReason(sent.reason), ranking), candidate
-
     def _candidates(self, model: str) -> tuple[Candidate, ...]:
         """The other workers of the ranking, without the figures that strategies do not use at a dispatch."""
         view = self._fleet.view(model)
-        known = self._ranked.get(model)
-        if known is None or known[0] != view.version:
-            if known is None and not view.workers:
-                return ()
-            ranked = tuple(Candidate(worker, 0.0, 0, 0.0, CostTerms()) for worker in view.workers)
-            known = self._ranked[model] = view.version, ranked
-        return known[1]
+        version, ranked = self._ranked.get(model, (None, ()))
+        if version != view.version and (version is not None or view.workers):
+            ranked = tuple(Candidate(worker, 0.0, 0, 0.0, _NO_TERMS) for worker in view.workers)
+            self._ranked[model] = view.version, ranked
+        return ranked
 
 
 def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
@@ -400,33 +457,3 @@ def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent
         keys = unpack_keys(packed)
         groups.learn(keys)
         router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
-
-
-_EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[bytes, bytes]]
-
-
-def _uncompressed(keys: Sequence[int]) -> tuple[bytes, bytes]:
-    return b"", pack_keys(keys)
-
-
-def _dispatched_message(
-    number: int, query: RouteQuery, decision: RouteDecision, candidate: Candidate, encode: _EncodeKeys
-) -> Dispatched:
-    held = candidate.held
-    return Dispatched(
-        number,
-        query.model,
-        candidate.worker.id,
-        decision.strategy,
-        decision.reason.value,
-        candidate is decision.ranking[0],
-        candidate.prefill_s,
-        query.tokens,
-        candidate.matched_tokens,
-        query.streamed,
-        [PromptSent(*encode(prompt.keys), prompt.tokens, prompt.block_tokens) for prompt in query.prompts],
-        [ExactSent(*encode(prompt.keys), prompt.key_tokens) for prompt in query.exact],
-        query.session_key,
-        None if held is None else held.rank,
-        None if held is None else held.tokens,
-    )

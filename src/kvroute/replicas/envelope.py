@@ -22,7 +22,7 @@ import msgspec
 from kvroute.errors import WireError
 from kvroute.replicas.messages import KeysRefilling, KeyUsed, OverridesChanged, SharedMessage
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Raised when older members could no longer read the messages."""
 ID_BYTES: Final = 8
 TO_ALL: Final = bytes(ID_BYTES)

@@ -140,11 +140,11 @@ class Mesh:
             self._changed.clear()
             await self._changed.wait()
 
-    def publish(self, message: Message) -> None:
+    def publish(self, *messages: Message) -> None:
         """Send to all linked processes, within `GATHER_S`."""
         if not self._links:
             return
-        self._queued.append(message)
+        self._queued += messages
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
         elif len(self._queued) >= _MAX_QUEUED:
@@ -270,9 +270,10 @@ class Mesh:
             before.close()  # the successor of a process connects before the end of the old link is noticed
             self.on_close(before)
         link.number = number
+        greeting = self._listener.greeting(number)  # before the link: it may publish what it has gathered
         self.flush()
         self._links[number] = link
-        link.write(self._listener.greeting(number))
+        link.write(greeting)
         self._changed.set()
         self._listener.on_linked(number, is_synced=hello.is_synced)
 

@@ -218,19 +218,23 @@ class Leaving(PeerMessage, frozen=True):
     """The sender shuts down as planned; the closed link is not a failure."""
 
 
-class PromptSent(msgspec.Struct, frozen=True, array_like=True):
-    """A `PromptKeys` whose keys were encoded by `KeyGroups`."""
+class PromptSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A `PromptKeys` whose keys were encoded by `KeyGroups`.
 
-    ends: bytes
+    `known`: the keys up to this one were sent before; None: there are none. `fresh` are the packed keys after
+    it.
+    """
+
+    known: int | None
     fresh: bytes
     tokens: int
     block_tokens: float
 
 
-class ExactSent(msgspec.Struct, frozen=True, array_like=True):
+class ExactSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of an `ExactPrompt` that a dispatch needs; keys as in `PromptSent`."""
 
-    ends: bytes
+    known: int | None
     fresh: bytes
     key_tokens: int
 
@@ -260,16 +264,35 @@ class Dispatched(PeerMessage, frozen=True):
     tiers: tuple[int, int, int] | None
 
 
+class Passed(PeerMessage, frozen=True):
+    """Requests of one model that the sender dispatched to a worker, and that ended before it was published.
+
+    Of those that were answered: their number, and the sums of their estimated prefill and of their times from
+    dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
+    `known` and the number of keys after it for each prompt, and all these keys in one.
+    """
+
+    model: str
+    worker: str
+    answered: int
+    prefill_s: float
+    stay_s: float
+    block_tokens: float
+    known: list[int | None]
+    sizes: list[int]
+    fresh: bytes
+
+
 class GroupsWanted(PeerMessage, frozen=True):
-    """The sender does not know these groups of keys, named by their packed last keys; answered by
-    `Groups`."""
+    """The sender does not know the keys up to `known`; answered by `Groups`."""
 
     id: int
-    ends: bytes
+    known: int
 
 
 class Groups(PeerMessage, frozen=True):
-    """The answer to the `GroupsWanted` of this `id`: whole groups of packed keys, without unknown ones."""
+    """The answer to the `GroupsWanted` of this `id`: the packed keys up to `known`, none if they are
+    forgotten."""
 
     id: int
     keys: bytes
@@ -423,6 +446,7 @@ SharedMessage: TypeAlias = (
     Dispatched
     | FirstToken
     | Finished
+    | Passed
     | GroupsWanted
     | Groups
     | Owner

@@ -11,12 +11,18 @@ import contextlib
 import logging
 import random
 import ssl
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
 
 import redis.asyncio
 from redis.asyncio.connection import Connection
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    InvalidResponse,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 
 from kvroute.replicas.options import SharingOptions
 
@@ -61,8 +67,12 @@ class RedisLink:
         assert options.url is not None
         self._channels = channels
         self._owner = owner
-        self._wake = asyncio.Event()
-        self._broken: asyncio.Event = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._subscribed = asyncio.Event()
+        self._left: set[bytes] = set()
+        """Channels whose subscription Redis has not confirmed."""
+        self._publishing: _Stream | None = None
+        """Written to while the link is up."""
         tls: dict[str, Any] = {}
         if options.uses_tls:
             files = options.tls
@@ -74,8 +84,7 @@ class RedisLink:
                 "ssl_check_hostname": True,  # redis 5 does not check it by default
                 "ssl_min_version": ssl.TLSVersion.TLSv1_2,
             }
-        # Used as a factory of connections only: its `Connection` does AUTH and TLS. The commands of
-        # redis.asyncio's client cost ten times as much, because each waits for its own answer.
+        # Used as a factory of connections only: its `Connection` does AUTH and TLS, see `_Stream`.
         self._factory = redis.asyncio.ConnectionPool.from_url(
             options.url.get_secret_value(),
             password=options.password.get_secret_value() if options.password else None,
@@ -87,7 +96,12 @@ class RedisLink:
 
     def wake(self) -> None:
         """Something waits to be published."""
-        self._wake.set()
+        stream = self._publishing
+        while stream is not None and stream.has_room:
+            command = self._owner.next_command()
+            if command is None:
+                return
+            stream.write(b"PUBLISH", *command)
 
     def reconnect(self) -> None:
         """Close the connections and open others: this link is open but does not deliver."""
@@ -104,16 +118,21 @@ class RedisLink:
                 async with asyncio.timeout(2 * _CONNECT_S):
                     await publishing.connect()  # type: ignore[no-untyped-call]
                     await listening.connect()  # type: ignore[no-untyped-call]
-                    await listening.send_command("SUBSCRIBE", *self._channels)
-                    for _ in self._channels:
-                        await listening.read_response()
+                    to_write = _Stream(publishing, self._on_answer, self.wake)
+                    to_read = _Stream(listening, self._on_message, lambda: None)
+                    self._left = set(self._channels)
+                    to_read.write(b"SUBSCRIBE", *self._channels)
+                    await _wait_while(self._subscribed, to_read)
+                pause_s, self._publishing = _FIRST_PAUSE_S, to_write
                 self._owner.on_up()
-                pause_s = _FIRST_PAUSE_S
-                await self._until_broken(publishing, listening)
+                self.wake()
+                await _wait_while(self._broken, to_read, to_write)
                 self._owner.on_down("it does not deliver messages")
             except (RedisError, OSError, TimeoutError) as error:
                 self._owner.on_down(_reason(error))
             finally:
+                self._publishing = None
+                self._subscribed.clear()
                 for connection in (publishing, listening):
                     with contextlib.suppress(RedisError, OSError):
                         await connection.disconnect(nowait=True)
@@ -121,48 +140,127 @@ class RedisLink:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    async def _until_broken(self, publishing: Connection, listening: Connection) -> None:
-        """Work until a connection fails, which raises, or until `reconnect`."""
-        work: tuple[Coroutine[Any, Any, object], ...] = (
-            self._publish(publishing),
-            self._read_answers(publishing),
-            self._receive(listening),
-            self._broken.wait(),
-        )
-        tasks = [asyncio.create_task(each) for each in work]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _publish(self, connection: Connection) -> None:
-        next_command = self._owner.next_command
-        while True:
-            self._wake.clear()
-            while (command := next_command()) is not None:
-                packed = connection.pack_command("PUBLISH", *command)
-                async with asyncio.timeout(_WRITE_S):
-                    await connection.send_packed_command(packed, check_health=False)
-            await self._wake.wait()
-
-    async def _read_answers(self, connection: Connection) -> None:
+    def _on_answer(self, answer: object) -> None:
         """The answers are numbers of receivers; only errors matter, such as a missing permission."""
-        while True:
-            try:
-                await connection.read_response()
-            except ResponseError as error:
-                self._owner.on_refused(_reason(error))
+        if isinstance(answer, ResponseError):
+            self._owner.on_refused(_reason(answer))
 
-    async def _receive(self, connection: Connection) -> None:
-        on_data: Callable[[bytes], None] = self._owner.on_data
-        while True:
-            message = await connection.read_response()
-            if isinstance(message, list) and message[0] == b"message":
-                on_data(message[2])
+    def _on_message(self, message: object) -> None:
+        if isinstance(message, ResponseError):
+            raise message
+        if isinstance(message, list) and len(message) == 3:
+            if message[0] == b"message":
+                self._owner.on_data(message[2])
+            elif message[0] == b"subscribe":
+                self._left.discard(message[1])
+                if not self._left:
+                    self._subscribed.set()
+
+
+class _Stream(asyncio.Protocol):
+    """The bytes of a connection that redis-py has opened. Mutable; `failed` gets its end.
+
+    redis-py's own reader awaits every line of an answer, which costs more than everything else that is done
+    with a message.
+    """
+
+    def __init__(
+        self, connection: Connection, on_answer: Callable[[object], None], on_room: Callable[[], None]
+    ) -> None:
+        """`on_answer` gets each answer; what it raises ends the stream. `on_room`: may be written again."""
+        assert connection._writer is not None
+        # redis-py has no public name for it. All answers until now were read, so none is lost.
+        self._transport = cast("asyncio.Transport", connection._writer.transport)
+        self._on_answer = on_answer
+        self._on_room = on_room
+        self._data = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport.set_protocol(self)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the kernel takes what is written."""
+        return self._timer is None and not self.failed.done()
+
+    def write(self, *words: bytes) -> None:
+        parts = [b"*%d\r\n" % len(words)]
+        for word in words:
+            parts += (b"$%d\r\n" % len(word), word, b"\r\n")
+        self._transport.write(b"".join(parts))
+
+    def data_received(self, data: bytes) -> None:
+        buffer, start = self._data, 0
+        buffer += data
+        try:
+            while (found := _answer(buffer, start)) is not None:
+                answer, start = found
+                self._on_answer(answer)
+        except (RedisError, ValueError) as error:
+            self._fail(error if isinstance(error, RedisError) else InvalidResponse("no RESP"))
+        del buffer[:start]
+
+    def pause_writing(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_WRITE_S, self._fail, TimeoutError())
+
+    def resume_writing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._on_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail(exc if isinstance(exc, OSError) else ConnectionResetError())
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # asyncio would log it if nobody waits any more
+
+
+def _answer(data: bytearray, start: int) -> tuple[object, int] | None:
+    """The answer in RESP2 at `start`, and where it ends; None if it is incomplete. Raises ValueError.
+
+    An error is a ResponseError; lists are flat, as those of a subscriber are.
+    """
+    end = data.find(b"\r\n", start)
+    if end < 0:
+        return None
+    kind, line, start = data[start], bytes(data[start + 1 : end]), end + 2
+    if kind == 0x24:  # $
+        size = int(line)
+        if size < 0:
+            return None, start
+        return None if len(data) < start + size + 2 else (bytes(data[start : start + size]), start + size + 2)
+    if kind == 0x2A:  # *
+        found = list[object]()
+        for _ in range(int(line)):
+            part = _answer(data, start)
+            if part is None:
+                return None
+            found.append(part[0])
+            start = part[1]
+        return found, start
+    if kind == 0x2D:  # -
+        text = line.decode(errors="replace")
+        return (NoPermissionError if text.startswith("NOPERM") else ResponseError)(text), start
+    if kind not in b"+:":
+        raise ValueError(kind)
+    return line, start
+
+
+async def _wait_while(event: asyncio.Event, *streams: _Stream) -> None:
+    """Wait for the event. Raises what has ended one of the streams."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        waits: list[asyncio.Future[Any]] = [waiting, *(stream.failed for stream in streams)]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        waiting.cancel()
 
 
 def _reason(error: BaseException) -> str:

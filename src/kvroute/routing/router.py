@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from msgspec.structs import replace
 
-from kvroute.blocks.keys import BlockKey, Tier
+from kvroute.blocks.keys import BlockKey, PromptKeys, Tier
 from kvroute.fleet.load import Reservation, ReservationListener
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
@@ -60,24 +60,21 @@ class HistoryCapacity:
         self._sized_by[worker.index] = block_tokens
         self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
 
-    def observe(self, worker: Worker, query: RouteQuery) -> None:
-        """Update the estimate from prompts that are sent to the worker, weighted by their blocks."""
+    def observe(self, worker: Worker, blocks: int, block_tokens: float) -> None:
+        """Update the estimate: `blocks` with `block_tokens` tokens in each are sent to the worker."""
         index = worker.index
-        for prompt in query.prompts:
-            block_tokens = prompt.block_tokens
-            known = self.block_tokens.get(index)
-            if known is None:
-                self.block_tokens[index] = block_tokens
+        known = self.block_tokens.get(index)
+        if known is None:
+            self.block_tokens[index] = block_tokens
+            self.resize(worker)
+            return
+        change, tolerated = block_tokens - known, TOLERANCE * known
+        if change > tolerated or -change > tolerated:
+            weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
+            estimate = self.block_tokens[index] = known + weight * change
+            sized_by = self._sized_by[index]
+            if abs(estimate - sized_by) > TOLERANCE * sized_by:
                 self.resize(worker)
-                continue
-            change, tolerated = block_tokens - known, TOLERANCE * known
-            if change > tolerated or -change > tolerated:
-                blocks = len(prompt.keys)
-                weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
-                estimate = self.block_tokens[index] = known + weight * change
-                sized_by = self._sized_by[index]
-                if abs(estimate - sized_by) > TOLERANCE * sized_by:
-                    self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
         """Drop a worker that has left; another worker may get its index."""
@@ -85,20 +82,14 @@ class HistoryCapacity:
         self._sized_by.pop(worker.index, None)
 
 
-class AttemptObserver(Protocol):
-    """Called for the events of one attempt; each method at most once."""
-
-    def first_token(self) -> None: ...
-
-    def finished(self) -> None: ...
-
-
 class Observer(Protocol):
     """Called for every attempt of this process, and for every session that this process forgets."""
 
     def dispatched(
-        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate
-    ) -> AttemptObserver: ...
+        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
+    ) -> ReservationListener:
+        """An attempt has begun. Returns the listener of its first token and end."""
+        ...
 
     def session_forgotten(self, session_key: str) -> None: ...
 
@@ -123,7 +114,7 @@ class Dispatch(Reservation, eq=False, kw_only=True):
             self._sample = None
 
 
-class _SecondaryReservations(NamedTuple):
+class _Reservations(NamedTuple):
     """Reservations that only some attempts have: a data-parallel rank, further prompts, exact prompts."""
 
     of_rank: Reservation | None
@@ -143,19 +134,16 @@ class _SecondaryReservations(NamedTuple):
 class _ObservedAttempt(NamedTuple):
     """Forwards the events of an attempt to its secondary reservations and to its observer."""
 
-    secondary: ReservationListener | None
-    observer: AttemptObserver
+    secondary: ReservationListener
+    observer: ReservationListener
 
     def first_token(self, now: float, is_first: bool) -> None:
-        if is_first:
-            self.observer.first_token()
-        if self.secondary is not None:
-            self.secondary.first_token(now, is_first)
+        self.observer.first_token(now, is_first)
+        self.secondary.first_token(now, is_first)
 
     def finish(self, now: float) -> None:
-        self.observer.finished()
-        if self.secondary is not None:
-            self.secondary.finish(now)
+        self.observer.finish(now)
+        self.secondary.finish(now)
 
 
 class _PrefillSample(NamedTuple):
@@ -334,7 +322,7 @@ class Router:
         """Account an attempt on `candidate`, a member of the decision's ranking.
 
         Its prefill joins the worker's queue; its blocks count as held and stay pinned until
-        `Dispatch.finish`. `is_own` is False for an attempt of a peer: see `dispatched_by_peer`. `learns` is
+        `Dispatch.finish`. `is_own` is False for an attempt of a peer: no learning, no observer. `learns` is
         False if the time to the first token does not show the time of a prefill.
         """
         worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
@@ -349,7 +337,8 @@ class Router:
             known = self._sizes.block_tokens.get(index)
             # Skip `observe` where it would change nothing: it is a call per request.
             if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
-                self._sizes.observe(worker, query)
+                for prompt in prompts:
+                    self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
             if self.cache_value is not None and learns:  # a handover counts once, on the prefill worker
                 self.cache_value.dispatched(index, prompts, self._history, now, self.costs(query.model))
             dispatch.lease = self._history.acquire(index, first.keys)
@@ -364,8 +353,11 @@ class Router:
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
         if self._observer is not None and is_own:
-            observer = self._observer.dispatched(query, decision, candidate)
-            dispatch.listener = _ObservedAttempt(dispatch.listener, observer)
+            observer, secondary = (
+                self._observer.dispatched(query, decision, candidate, now),
+                dispatch.listener,
+            )
+            dispatch.listener = observer if secondary is None else _ObservedAttempt(secondary, observer)
         return dispatch
 
     def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
@@ -382,11 +374,22 @@ class Router:
             self.dispatch(query, decision, decision.ranking[0], now, learns=False),
         )
 
-    def dispatched_by_peer(
-        self, query: RouteQuery, decision: RouteDecision, candidate: Candidate, now: float
-    ) -> Dispatch:
-        """Account an attempt of a peer: as `dispatch`, but without learning and without the observer."""
-        return self.dispatch(query, decision, candidate, now, is_own=False)
+    def passed_at_peer(
+        self, worker: Worker, model: str, keys: Sequence[BlockKey], block_tokens: float, now: float
+    ) -> None:
+        """Account a request of a peer that has ended already, by the keys of its prompt."""
+        self._sizes.observe(worker, len(keys), block_tokens)
+        if self.cache_value is not None:
+            prompt = PromptKeys(keys, 0, block_tokens)
+            self.cache_value.dispatched(worker.index, (prompt,), self._history, now, self.costs(model))
+        self.replay_prompt(worker, keys)
+
+    def repeats(self, worker: Worker, last: BlockKey) -> bool:
+        """As `passed_at_peer`, for a prompt that the worker has in the history already: the key of its end.
+
+        False if this changes nothing, and `passed_at_peer` must be called.
+        """
+        return self.cache_value is None and self._history.touch(worker.index, last)
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
         """The worker's slot in this process's cache map; `rank` is None if it has one rank only.
@@ -398,9 +401,7 @@ class Router:
             return places[0].slot if len(places) == 1 else None
         return next((place.slot for place in places if place.rank == rank), None)
 
-    def _secondary_reservations(
-        self, query: RouteQuery, candidate: Candidate, now: float
-    ) -> _SecondaryReservations:
+    def _secondary_reservations(self, query: RouteQuery, candidate: Candidate, now: float) -> _Reservations:
         """Reserve load of the rank, history blocks of further prompts, and cache blocks of exact prompts."""
         held, index, of_rank = candidate.held, candidate.worker.index, None
         leases: list[PinnedBlocks | Flight] = [
@@ -411,7 +412,7 @@ class Router:
                 of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)
             if held.slot is not None:
                 leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
-        return _SecondaryReservations(of_rank, leases)
+        return _Reservations(of_rank, leases)
 
     def replay_prompt(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
         """Add a past prompt of the worker to the history, as its most recent one.

@@ -42,6 +42,9 @@ class ListedHistory:
         pinned.extend(keys)
         return pinned
 
+    def touch(self, worker: int, last: BlockKey) -> bool:
+        return False
+
     def part(self, worker: int) -> HistoryShare:
         return self.parts.setdefault(worker, HistoryShare(worker, self._capacity))
 

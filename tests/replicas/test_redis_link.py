@@ -1,0 +1,160 @@
+"""The link to Redis, over real sockets to a scripted server. tests/integration has a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+
+from pydantic import SecretStr
+from tests.support.waiting import until
+
+from kvroute.replicas.options import SharingOptions
+from kvroute.replicas.redis_link import RedisLink
+
+
+class Owner:
+    """A `LinkOwner` that records."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[bytes, bytes]] = []
+        self.received: list[bytes] = []
+        self.states: list[str] = []
+
+    def next_command(self):
+        return self.waiting.pop(0) if self.waiting else None
+
+    def on_data(self, data):
+        self.received.append(data)
+
+    def on_up(self):
+        self.states.append("up")
+
+    def on_down(self, why):
+        self.states.append(why)
+
+    def on_refused(self, why):
+        self.states.append(f"refused: {why}")
+
+
+class Server:
+    """Answers as Redis does; `cut` bytes in each write. `script` may replace the answer to a command."""
+
+    def __init__(self, cut: int = 1 << 20) -> None:
+        self.cut = cut
+        self.script: dict[bytes, bytes] = {}
+        self.published: list[bytes] = []
+        self.subscribers: list[asyncio.StreamWriter] = []
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                words = [await self.word(reader) for _ in range(int((await reader.readuntil(b"\r\n"))[1:]))]
+                command = words[0].upper()
+                if command in self.script:
+                    await self.write(writer, self.script[command])
+                elif command == b"SUBSCRIBE":
+                    self.subscribers.append(writer)
+                    for number, channel in enumerate(words[1:], 1):
+                        await self.write(writer, array(b"subscribe", channel) + b":%d\r\n" % number)
+                elif command == b"PUBLISH":
+                    self.published.append(words[2])
+                    await self.write(writer, b":1\r\n")
+                    for each in self.subscribers:
+                        await self.write(each, array(b"message", *words[1:]))
+                else:
+                    await self.write(writer, b"+OK\r\n")
+
+    @staticmethod
+    async def word(reader: asyncio.StreamReader) -> bytes:
+        size = int((await reader.readuntil(b"\r\n"))[1:])
+        return (await reader.readexactly(size + 2))[:-2]
+
+    async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        for start in range(0, len(data), self.cut):
+            writer.write(data[start : start + self.cut])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+
+def array(*words: bytes) -> bytes:
+    parts = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*3\r\n" + parts
+
+
+@asynccontextmanager
+async def linked(server: Server, owner: Owner):
+    """A running link to the server."""
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        link = RedisLink(SharingOptions(url=SecretStr(f"redis://127.0.0.1:{port}")), (b"all", b"own"), owner)
+        running = asyncio.create_task(link.run())
+        try:
+            await until(lambda: owner.states)
+            yield link
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for writer in server.writers:
+                writer.close()
+
+
+async def test_messages_arrive_in_order_however_their_bytes_are_cut():
+    server, owner = Server(cut=1), Owner()
+    sent = [b"", b"\r\n", b"$5\r\n*3", bytes(range(256)), b"last"]
+
+    async with linked(server, owner) as link:
+        owner.waiting = [(b"all", data) for data in sent]
+        link.wake()
+        await until(lambda: len(owner.received) == len(sent))
+
+    assert owner.received == server.published == sent
+    assert owner.states == ["up"]
+
+
+async def test_what_waited_is_published_once_the_link_is_up():
+    server, owner = Server(), Owner()
+    owner.waiting = [(b"all", b"early")]
+
+    async with linked(server, owner):
+        await until(lambda: owner.received)
+
+    assert owner.received == [b"early"]
+
+
+async def test_a_refused_command_is_reported_and_the_link_stays():
+    server, owner = Server(), Owner()
+    server.script[b"PUBLISH"] = b"-NOPERM no permissions to access a channel\r\n"
+
+    async with linked(server, owner) as link:
+        owner.waiting = [(b"all", b"x")]
+        link.wake()
+        await until(lambda: len(owner.states) == 2)
+
+    assert owner.states[0] == "up"
+    assert "does not permit" in owner.states[1]
+
+
+async def test_a_refused_subscription_is_the_reason_why_the_link_is_down():
+    server, owner = Server(), Owner()
+    server.script[b"SUBSCRIBE"] = b"-NOPERM no permissions to access a channel\r\n"
+
+    async with linked(server, owner):
+        pass
+
+    assert "does not permit" in owner.states[0]
+
+
+async def test_bytes_that_are_no_answer_end_the_link_and_it_is_made_again():
+    server, owner = Server(), Owner()
+
+    async with linked(server, owner) as link:
+        await until(lambda: server.subscribers)
+        server.subscribers.pop().write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await until(lambda: owner.states[-1:] == ["up"] and len(owner.states) == 3)
+        owner.waiting = [(b"all", b"again")]
+        link.wake()
+        await until(lambda: owner.received)
+
+    assert owner.received == [b"again"]
