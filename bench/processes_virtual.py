@@ -17,16 +17,15 @@ from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
+from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,
     FirstToken,
-    FrameReader,
     Message,
     Passed,
     PeerId,
     SharedMessage,
-    encode_frame,
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router

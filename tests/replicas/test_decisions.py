@@ -19,17 +19,16 @@ from kvroute.replicas.decisions import (
     apply_recent_prompts,
     recent_prompts,
 )
+from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,
     FirstToken,
-    FrameReader,
     Groups,
     GroupsWanted,
     Passed,
     RecentPrompts,
     SessionForgotten,
-    encode_frame,
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router

@@ -18,7 +18,8 @@ from kvroute.replicas.envelope import (
     pack,
     unpack,
 )
-from kvroute.replicas.messages import Finished, FirstToken, Hello, RecentPrompts, encode_frame
+from kvroute.replicas.mesh import encode_frame
+from kvroute.replicas.messages import Finished, FirstToken, Hello, RecentPrompts
 
 KEY = b"a secret of all members"
 

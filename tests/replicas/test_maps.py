@@ -12,7 +12,8 @@ from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
-from kvroute.replicas.messages import Finished, FrameReader, encode_frame
+from kvroute.replicas.mesh import FrameReader, encode_frame
+from kvroute.replicas.messages import Finished
 
 SCHEMES = [ChunkScheme(), ChunkScheme(BUILTIN, 256, 3)]
 

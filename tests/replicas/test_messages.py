@@ -5,15 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
+from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     ExactSent,
     Finished,
-    FrameReader,
     Passed,
     PromptSent,
     Stored,
-    encode_frame,
     pack_keys,
     unpack_keys,
 )

@@ -171,8 +171,7 @@ _DECISIONS: Final = "decisions"
 _PREDICTIONS: Final = "predictions"
 _OWNERS: Final = 10_000
 """Most owners of stored responses in a snapshot."""
-_OWNERS_IN_PART: Final = 1000
-_PLACEMENTS_IN_PART: Final = 1000
+_IN_PART: Final = 1000
 
 
 class SharedOwners(ResponseOwners):
@@ -209,8 +208,9 @@ class Replica:
         self.channel = channel
         self.groups = KeyGroups()
         self.own = OwnDecisions(self._flush_soon, self.groups)
-        self.publish = self.own.publish
-        """Send to all other processes of this gateway and of the others, within a few `GATHER_S`."""
+        self.publish = (
+            self.own.publish
+        )  # to all processes of this gateway and the others, in a few `GATHER_S`
         self._timer: asyncio.TimerHandle | None = None
         self.owners = SharedOwners(self.publish)
         self.name = f"process {number}" if channel is None else channel.name
@@ -284,15 +284,12 @@ class Replica:
 
     def _flush_due(self) -> None:
         self._timer = None
-        self._send_all(self.own.take())
+        self._flush(everything=False)
         if self.own.is_waiting:
             self._flush_soon()
 
-    def flush(self) -> None:
-        """Send all that was published: before a state is sent, so that this state has what follows it."""
-        self._send_all(self.own.take(everything=True))
-
-    def _send_all(self, messages: Sequence[SharedMessage]) -> None:
+    def _flush(self, *, everything: bool) -> None:
+        messages = self.own.take(everything=everything)
         if messages and self.mesh is not None:
             self.mesh.publish(*messages)
             self.mesh.flush()
@@ -349,7 +346,7 @@ class Replica:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.flush()
+        self._flush(everything=True)
         if self.mesh is not None:
             await self.mesh.aclose()
         if self.channel is not None:
@@ -405,7 +402,7 @@ class Replica:
         return messages
 
     def state(self) -> Sequence[SharedMessage]:
-        self.flush()
+        self._flush(everything=True)  # so that the state has everything that is not sent after it
         overrides = self._overrides.snapshot()
         uses = [] if self._ring is None else self._ring.own_uses()
         return [
@@ -458,18 +455,16 @@ class Replica:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_snapshot(self, peer: PeerId) -> None:
-        """Send history, owners of responses, learned costs, sessions, limits and LMCache's reports, then
-        `InSync`."""
-        # In several messages, so that streams are relayed in between. New dispatches reach that process
-        # anyway.
+        """Send history, owners, learned costs, sessions, limits and LMCache's reports, then `InSync`."""
+        # In parts, so that streams are relayed in between. New dispatches reach that process anyway.
         owners = [Owner(response_id, worker) for response_id, worker in self.owners.latest(_OWNERS)]
         parts: list[Sequence[SharedMessage]] = [
-            owners[start : start + _OWNERS_IN_PART] for start in range(0, len(owners), _OWNERS_IN_PART)
+            owners[start : start + _IN_PART] for start in range(0, len(owners), _IN_PART)
         ]
         parts += [(costs,) for costs in self._learned_costs()]
         placements = self._sessions().placements()
-        for start in range(0, len(placements), _PLACEMENTS_IN_PART):
-            parts.append((PlacedSessions([*placements[start : start + _PLACEMENTS_IN_PART]]),))
+        for start in range(0, len(placements), _IN_PART):
+            parts.append((PlacedSessions([*placements[start : start + _IN_PART]]),))
         if self._ring is not None:
             parts.append((KeysRefilling(self._ring.refilling()),))
         for part in chain(parts, ((each,) for each in recent_prompts(self._router, self._fleet.workers()))):
@@ -529,10 +524,8 @@ class Replica:
 
     def _on_ejected(self, _: PeerId, message: Ejected) -> None:
         # Only a hint: the worker may be unreachable from there alone.
-        try:
+        with contextlib.suppress(NotFound):
             self._health.recheck(self._fleet.get(message.worker))
-        except NotFound:
-            return
 
     def _on_overrides(self, _: PeerId, message: OverridesChanged) -> None:
         overrides = self._overrides.merge(message, self._fleet.admin_overrides())

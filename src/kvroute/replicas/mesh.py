@@ -17,18 +17,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from struct import Struct as Packing
 from typing import Final, Protocol, cast
+
+import msgspec
 
 from kvroute.errors import ConfigError, WireError
 from kvroute.replicas.messages import (
-    FrameReader,
     Hello,
     Leaving,
     Message,
     PeerAnswer,
     PeerId,
     PeerRequest,
-    encode_frame,
 )
 
 log = logging.getLogger(__name__)
@@ -306,6 +307,48 @@ class Mesh:
             log.warning("the link to process %d broke; its messages are missing until it reconnects", number)
         assert self._listener is not None
         self._listener.on_link_lost(number)
+
+
+_LENGTH: Final = Packing("<I")
+MAX_FRAME_BYTES: Final = 1 << 30
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(list[Message]).decode
+
+
+def encode_frame(messages: Sequence[Message]) -> bytes:
+    """`messages` as one frame. Costs about 1 us per message, and the copy of its keys."""
+    payload = _encode(messages)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Splits a byte stream into frames. Mutable: buffers the incomplete frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages of all frames that `data` completes, in order. Raises WireError for a malformed
+        frame."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise WireError("a frame from another process is too long")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            try:
+                messages += _decode(memoryview(buffer)[start + _LENGTH.size : end])
+            except msgspec.MsgspecError as error:
+                raise WireError("a frame from another process cannot be decoded") from error
+            start = end
+        if start:
+            del buffer[:start]
+        return messages
 
 
 class _Link(asyncio.Protocol):

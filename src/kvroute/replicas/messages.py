@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from struct import Struct as Packing
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from kvroute.errors import WireError
 from kvroute.routing.cost_parameters import PrefillSums
 from kvroute.wire.lmcache_server import (
     CacheServerAlive,
@@ -506,47 +504,6 @@ Message: TypeAlias = (
 
 PeerId: TypeAlias = int | str
 """Another process: its number within this gateway, or the id of a member of another gateway."""
-
-_LENGTH: Final = Packing("<I")
-MAX_FRAME_BYTES: Final = 1 << 30
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(list[Message]).decode
-
-
-def encode_frame(messages: Sequence[Message]) -> bytes:
-    """`messages` as one frame. Costs about 1 us per message, and the copy of its keys."""
-    payload = _encode(messages)
-    return _LENGTH.pack(len(payload)) + payload
-
-
-class FrameReader:
-    """Splits a byte stream into frames. Mutable: buffers the incomplete frame."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages of all frames that `data` completes, in order. Raises WireError for a malformed
-        frame."""
-        buffer = self._buffer
-        buffer += data
-        messages: list[Message] = []
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise WireError("a frame from another process is too long")
-            end = start + _LENGTH.size + length
-            if end > len(buffer):
-                break
-            try:
-                messages += _decode(memoryview(buffer)[start + _LENGTH.size : end])
-            except msgspec.MsgspecError as error:
-                raise WireError("a frame from another process cannot be decoded") from error
-            start = end
-        if start:
-            del buffer[:start]
-        return messages
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
