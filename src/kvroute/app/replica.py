@@ -208,9 +208,8 @@ class Replica:
         self.channel = channel
         self.groups = KeyGroups()
         self.own = OwnDecisions(self._flush_soon, self.groups)
-        self.publish = (
-            self.own.publish
-        )  # to all processes of this gateway and the others, in a few `GATHER_S`
+        self.publish = self.own.publish
+        """Send to all processes of this gateway and of others, in a few `GATHER_S`."""
         self._timer: asyncio.TimerHandle | None = None
         self.owners = SharedOwners(self.publish)
         self.name = f"process {number}" if channel is None else channel.name
@@ -418,8 +417,7 @@ class Replica:
             self.send(peer, SnapshotRequest())
 
     def on_message(self, peer: PeerId, message: Message) -> None:
-        handler = self._handlers.get(type(message))
-        if handler is not None:
+        if (handler := self._handlers.get(type(message))) is not None:
             handler(peer, message)
         elif self._map_publisher is not None:
             self._map_publisher.on_message(message)
@@ -462,9 +460,9 @@ class Replica:
             owners[start : start + _IN_PART] for start in range(0, len(owners), _IN_PART)
         ]
         parts += [(costs,) for costs in self._learned_costs()]
-        placements = self._sessions().placements()
-        for start in range(0, len(placements), _IN_PART):
-            parts.append((PlacedSessions([*placements[start : start + _IN_PART]]),))
+        placed = self._sessions().placements()
+        starts = range(0, len(placed), _IN_PART)
+        parts += [(PlacedSessions([*placed[start : start + _IN_PART]]),) for start in starts]
         if self._ring is not None:
             parts.append((KeysRefilling(self._ring.refilling()),))
         for part in chain(parts, ((each,) for each in recent_prompts(self._router, self._fleet.workers()))):
@@ -528,8 +526,7 @@ class Replica:
             self._health.recheck(self._fleet.get(message.worker))
 
     def _on_overrides(self, _: PeerId, message: OverridesChanged) -> None:
-        overrides = self._overrides.merge(message, self._fleet.admin_overrides())
-        if overrides is not None:
+        if (overrides := self._overrides.merge(message, self._fleet.admin_overrides())) is not None:
             self._fleet.apply_admin_overrides(overrides)
 
     def _overrides_changed(self, overrides: AdminOverrides) -> None:
