@@ -83,8 +83,6 @@ class OwnDecisions:
         self._wake = wake
         self._groups = groups
         self._gathered: list[SharedMessage | OwnDispatch] = []
-        self._young: list[OwnDispatch] = []
-        """Dispatches that were unfinished at the last `take`, and are not published yet."""
         self._passed: list[OwnDispatch] = []
         self._takes = 0
         """How often `take` has left `_passed` for later."""
@@ -112,32 +110,23 @@ class OwnDecisions:
     @property
     def is_waiting(self) -> bool:
         """Whether something was left for a later `take`."""
-        return bool(self._young or self._passed)
+        return bool(self._passed)
 
     def take(self, *, everything: bool = False) -> list[SharedMessage]:
         """The messages that are due. O(requests), and `KeyGroups.encode` of their keys.
 
-        A dispatch is due at the second call after it. If it has ended until then only its share of the
-        averages and its prompt are sent, with the next messages or at the `_LATEST`th call.
+        Of a dispatch that has ended already only its share of the averages and its prompt are sent, with the
+        next messages or at the `_LATEST`th call.
         """
-        messages, young, passed = list[SharedMessage](), self._young, self._passed
-        gathered, self._gathered, self._young = self._gathered, [], []
-        for dispatch in young:
-            if dispatch.ended_at is None:
-                messages += self._published(dispatch)
-            else:
-                passed.append(dispatch)
+        messages, passed = list[SharedMessage](), self._passed
+        gathered, self._gathered = self._gathered, []
         for each in gathered:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
-            elif each.decision.strategy in self._observed:
-                messages += self._published(each)
-            elif each.ended_at is not None:
-                passed.append(each)
-            elif everything:
+            elif each.ended_at is None or each.decision.strategy in self._observed:
                 messages += self._published(each)
             else:
-                self._young.append(each)
+                passed.append(each)
         self._takes += 1
         if not passed:
             self._takes = 0
