@@ -139,6 +139,9 @@ async def test_reports_are_counted_as_lmcache_expects(served: Served) -> None:
     first = await served.http.post("/events", json=body)
     second = await served.http.post("/events", json={"batches": [batch(2, []), stale]})
 
+    empty = await served.http.post("/events", json={"batches": []})
+
+    assert empty.json() == {"applied": 0, "duplicates": 0, "stale": 0}
     assert first.json() == {"applied": 2, "duplicates": 0, "stale": 0}
     assert second.json() == {"applied": 0, "duplicates": 1, "stale": 1}
     instance = served.coordinator.instance("a")

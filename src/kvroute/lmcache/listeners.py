@@ -155,7 +155,8 @@ class CoordinatorApp:
         last: tuple[str, int, int] | None = None
         outcome = BatchOutcome.STALE
         numbers = [(batch.instance_id, batch.incarnation, batch.seq) for batch in batches]
-        for batch, number, following in zip(batches, numbers, [*numbers[1:], None], strict=True):
+        # Not strict: a report without batches has no number, but the list of the following ones has None.
+        for batch, number, following in zip(batches, numbers, [*numbers[1:], None], strict=False):
             if number != last:
                 last, outcome = number, self._coordinator.admit(batch)
                 outcomes[outcome] += 1
