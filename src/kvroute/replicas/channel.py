@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.replicas.envelope import (
-    CHANGES_THE_FLEET,
     ID_BYTES,
+    NEEDS_HMAC,
     TO_ALL,
     Envelope,
     Kind,
@@ -372,7 +372,7 @@ class Channel:
     def _apply(self, member: Member, envelope: Envelope, message: SharedMessage) -> None:
         assert self._listener is not None
         if envelope.kind is Kind.MISSED:
-            if not isinstance(message, CHANGES_THE_FLEET):
+            if not isinstance(message, NEEDS_HMAC):
                 self._listener.on_missed(member.id, message)
         elif isinstance(message, MemberState):
             member.state = message
@@ -393,8 +393,8 @@ class Channel:
         elif isinstance(message, Leaving):
             member.has_left = True
             self._gone(member)
-        elif isinstance(message, CHANGES_THE_FLEET) and not (envelope.is_signed and member.is_believed):
-            self._refuse(Refused(Refusal.UNSIGNED, "it changes the fleet without an HMAC", member.sender))
+        elif isinstance(message, NEEDS_HMAC) and not (envelope.is_signed and member.is_believed):
+            self._refuse(Refused(Refusal.UNSIGNED, "it needs an HMAC that is no recording", member.sender))
         else:
             self._listener.on_message(member.id, message)
 
@@ -465,15 +465,15 @@ class Channel:
     # Sending
 
     def _emit(self, kind: Kind, to: bytes, messages: Sequence[SharedMessage]) -> None:
-        """Queue messages as envelopes. Those that change the fleet go into signed ones, or nowhere."""
-        signed = [message for message in messages if isinstance(message, CHANGES_THE_FLEET)]
+        """Queue messages as envelopes. Those that need an HMAC go into signed ones, or nowhere."""
+        signed = [message for message in messages if isinstance(message, NEEDS_HMAC)]
         is_signed = bool(signed) or (kind is Kind.PRIVATE and self._key is not None)
         if signed and self._key is None:
             is_signed = False
-            messages = [message for message in messages if not isinstance(message, CHANGES_THE_FLEET)]
+            messages = [message for message in messages if not isinstance(message, NEEDS_HMAC)]
             if not self._has_warned_of_key and kind is Kind.BATCH:
                 self._has_warned_of_key = True
-                log.warning("sharing: drains and limits of keys stay in this gateway without sharing.key")
+                log.warning("sharing: drains, limits of keys, LMCache's reports: not without sharing.key")
         if not messages:
             return
         self.counts.sent += len(messages)

@@ -1,9 +1,9 @@
 """Envelopes: what gateways send each other through Redis. Pure.
 
-An envelope has a header, an HMAC if it changes the fleet, and a MessagePack list of messages. The header
-never changes its layout, so that members of every release can say which format another one uses. Anybody who
-can write to the Redis can send envelopes; so they are bounded, only `SharedMessage`s are accepted, and those
-that change the fleet need the HMAC.
+An envelope has a header, an HMAC if a message needs one (`NEEDS_HMAC`), and a MessagePack list of messages.
+The header never changes its layout, so that members of every release can say which format another one uses.
+Anybody who can write to the Redis can send envelopes; so they are bounded, and only `SharedMessage`s are
+accepted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from kvroute.errors import WireError
 from kvroute.replicas.messages import KeysRefilling, KeyUsed, OverridesChanged, SharedMessage
+from kvroute.wire.lmcache_server import SharedReport
 
 FORMAT: Final = 2
 """Raised when older members could no longer read the messages."""
@@ -38,8 +39,9 @@ _LITTLE: Final = 0
 _BIG: Final = 1
 _ORDER: Final = _LITTLE if sys.byteorder == "little" else _BIG
 
-CHANGES_THE_FLEET: Final = (OverridesChanged, KeyUsed, KeysRefilling)
-"""Messages that are sent and believed with an HMAC only."""
+NEEDS_HMAC: Final = (OverridesChanged, KeyUsed, KeysRefilling, SharedReport)
+"""Messages that are sent and believed with an HMAC only. They change the fleet, use up limits of keys, or say
+where the KV and the LMCache server of a worker are: prefetches send prompts there."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[SharedMessage]).decode
@@ -69,7 +71,7 @@ class Refusal(StrEnum):
     SIGNATURE = "signature"
     """The HMAC is wrong: the sender has another `sharing.key`, or is no member."""
     UNSIGNED = "unsigned"
-    """A change of the fleet without an HMAC, or without a `sharing.key` here."""
+    """A message that needs an HMAC has none, or there is no `sharing.key` here."""
     STALE = "stale"
     """An envelope that has arrived already, or was recorded earlier."""
     UNKNOWN = "unknown"

@@ -37,8 +37,8 @@ class SharingOptions(Options):
     key: SecretStr | None = option(
         None,
         "Secret that all members have, at least 16 characters. Changes of the fleet (drained, added and "
-        "removed workers) carry an HMAC with it. Without a key they are neither sent nor believed; "
-        "everything else is shared.",
+        "removed workers), the use of keys' limits, and LMCache's reports carry an HMAC with it. Without a "
+        "key they are neither sent nor believed; everything else is shared.",
     )
     key_file: Path | None = option(None, "File with the secret.")
     fleet: str = option(

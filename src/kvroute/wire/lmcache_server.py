@@ -318,12 +318,17 @@ class SharedReport(Struct, frozen=True, array_like=True, tag=True):
     """Base of the reports that gateways forward. `server` is the id of an LMCache server."""
 
 
+_Rank = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Group = Annotated[int, Meta(ge=0, lt=64)]
+"""A group of layers. The parts of a chunk are bits of one number, which a large group would make large."""
+
+
 class ChunkRun(Struct, frozen=True, array_like=True):
     """Objects that differ only in the chunk. `keys` are unsigned 64-bit numbers in the machine's order."""
 
     model: str
-    kv_rank: _Count
-    group: _Count
+    kv_rank: _Rank
+    group: _Group
     salt: str
     keys: bytes
 
@@ -401,9 +406,9 @@ class StoreLayout(Struct, frozen=True, array_like=True):
     """A model in a store, and the parts of its chunks."""
 
     model: str
-    world: Annotated[int, Meta(ge=1)]
-    kv_ranks: list[int]
-    groups: list[int]
+    world: Annotated[int, Meta(ge=1, le=4096)]
+    kv_ranks: list[_Rank]
+    groups: list[_Group]
 
 
 class CacheServerStore(SharedReport, frozen=True):
