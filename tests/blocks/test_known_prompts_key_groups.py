@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import OrderedDict
 
 import pytest
 
@@ -36,6 +37,34 @@ def test_processes_restore_each_others_keys_although_all_forget_groups(as_list, 
 
         assert list(received) == list(keys)
     assert asked < 10
+
+
+def test_each_forgotten_group_costs_one_step_however_long_the_prompts_are(monkeypatch):
+    class Counted(OrderedDict):
+        steps = 0
+
+        def popitem(self, last=True):
+            Counted.steps += 1
+            return super().popitem(last)
+
+    monkeypatch.setattr(known_prompts, "OrderedDict", Counted)
+    monkeypatch.setattr(known_prompts, "MAX_GROUPS", 100)
+    groups = KeyGroups()
+    for seed in range(20):
+        groups.encode(keys_of(seed, 10 * GROUP_BLOCKS))
+
+    assert Counted.steps == 20 * 10 - 100
+
+
+def test_a_prompt_is_forgotten_from_its_end_and_never_below_a_used_one(monkeypatch):
+    monkeypatch.setattr(known_prompts, "MAX_GROUPS", 4)
+    groups, old, other = KeyGroups(), keys_of(1, 3 * GROUP_BLOCKS), keys_of(2, 2 * GROUP_BLOCKS)
+    groups.encode(old)
+    groups.encode(other)
+
+    assert not groups.use(old[-1])
+    assert groups.use(old[2 * GROUP_BLOCKS - 1])
+    assert groups.use(other[-1])
 
 
 def test_keys_that_were_sent_or_received_before_take_a_few_bytes():

@@ -107,7 +107,7 @@ class BlockKeys(Sequence[BlockKey]):
     _latest: int | None
     """Index of the key that was read last."""
     _latest_key: BlockKey
-    _tail: tuple[int, list[BlockKey]] | None
+    _tail: tuple[int, array[int]] | None
     """Index of the first one of the last keys, and these keys; None until they are read as a slice."""
 
     def __init__(self, data: bytes | memoryview, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
@@ -193,18 +193,19 @@ class BlockKeys(Sequence[BlockKey]):
         anchors.extend(map(hashed, parts, islice(anchors, known, None)))
 
     def _range(self, start: int, stop: int) -> list[BlockKey]:
-        """The keys from `start` to before `stop`. The caller must not change the list."""
+        """The keys from `start` to before `stop`."""
         if start >= stop:
             return []
         if stop < self._size:
             return self._hashed(start, stop)
         tail = self._tail
-        if tail is None or start < tail[0]:
-            keys = self._hashed(start, stop if tail is None else tail[0])
-            if tail is not None:
-                keys += tail[1]
-            self._tail = tail = start, keys
-        return tail[1] if start == tail[0] else tail[1][start - tail[0] :]
+        if tail is not None and start >= tail[0]:
+            return cast("list[BlockKey]", tail[1][start - tail[0] :].tolist())
+        keys = self._hashed(start, stop if tail is None else tail[0])
+        if tail is not None:
+            keys += cast("list[BlockKey]", tail[1].tolist())
+        self._tail = start, array("Q", keys)  # 8 bytes a key, for as long as the request lasts
+        return keys
 
     def _hashed(self, start: int, stop: int) -> list[BlockKey]:
         """Compute the keys from `start` to before `stop`; at least one."""

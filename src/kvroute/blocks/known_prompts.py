@@ -305,16 +305,17 @@ class KeyGroups:
     """
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[int, _Group] = OrderedDict()
+        self._groups: dict[int, _Group] = {}
         """By their last keys."""
+        self._ends: OrderedDict[int, _Group] = OrderedDict()
+        """The groups that no other one follows, least recently used first."""
 
     def encode(self, keys: Sequence[int]) -> tuple[int | None, Sequence[int]]:
         """`keys` as (the last one that was sent before, the keys after it). O(new groups)."""
         if len(keys) < GROUP_BLOCKS:
             return None, keys
         groups, last = self._groups, keys[-1]
-        if last in groups:
-            groups.move_to_end(last)
+        if self.use(last):
             return last, ()
         ends: Sequence[int] = (
             keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
@@ -334,7 +335,7 @@ class KeyGroups:
             # Only the last group of a prompt may be shorter than others.
             if before is None or (keys and before.size % GROUP_BLOCKS):
                 return None
-            self._groups.move_to_end(known)
+            self.use(known)
         elif len(keys) < GROUP_BLOCKS:
             return cast("Sequence[BlockKey]", keys)
         last = self._add(before, keys)
@@ -342,10 +343,10 @@ class KeyGroups:
 
     def use(self, known: int) -> bool:
         """Whether the keys up to `known` are known here; then they count as used."""
-        if known not in self._groups:
-            return False
-        self._groups.move_to_end(known)
-        return True
+        if known in self._ends:
+            self._ends.move_to_end(known)
+            return True
+        return known in self._groups
 
     def keys_to(self, known: int) -> Sequence[BlockKey]:
         """All keys up to `known`, for a process that asks for them; none if it is not known."""
@@ -359,20 +360,25 @@ class KeyGroups:
 
     def _add(self, last: _Group | None, keys: array[int]) -> _Group | None:
         """Add the groups of these keys, which follow the group `last`. Returns the last group."""
-        groups, size = self._groups, 0 if last is None else last.size
+        groups, ends, size = self._groups, self._ends, 0 if last is None else last.size
         for start in range(0, len(keys), GROUP_BLOCKS):
             part = keys[start : start + GROUP_BLOCKS]
             size += len(part)
             group = groups.get(part[-1])
             if group is None:  # else it is new to the sender only
-                group = groups[part[-1]] = _Group(part, last, size)
+                group = groups[part[-1]] = ends[part[-1]] = _Group(part, last, size)
                 if last is not None:
+                    if not last.children:
+                        del ends[last.keys[-1]]
                     last.children += 1
             last = group
         while len(groups) > MAX_GROUPS:
-            end, oldest = groups.popitem(last=False)
-            if oldest.children:
-                groups[end] = oldest
-            elif oldest.before is not None:
-                oldest.before.children -= 1
+            end, oldest = ends.popitem(last=False)
+            del groups[end]
+            before = oldest.before
+            if before is not None:
+                before.children -= 1
+                if not before.children:  # it is older than its followers
+                    ends[before.keys[-1]] = before
+                    ends.move_to_end(before.keys[-1], last=False)
         return last
