@@ -320,6 +320,37 @@ async def test_a_use_is_published_with_the_totals_a_moment_later():
     assert published[1] == SharedUse("a", 0, 5, 2, 15, in_flight=0)
 
 
+async def test_a_request_of_a_removed_key_is_not_published_for_the_key_that_returns():
+    published: list[SharedUse] = []
+    keys = ring(limits={"requests_per_minute": 9, "tokens_per_minute": 900})
+    text = json.dumps({"keys": [{"name": "a", "hash": HASH, "limits": {"tokens_per_minute": 900}}]})
+    others = json.dumps({"keys": [{"name": "b", "hash": HASH}]})
+    keys.share(published.append)
+    old = admit(keys)
+    await until(lambda: published)
+
+    keys.install(read_keys(others, "f"))
+    keys.install(read_keys(text, "f"))
+    end(old, 800)
+    new = admit(keys)
+    end(new, 5)
+    await until(lambda: len(published) > 1)
+
+    assert published[1:] == [SharedUse("a", 1, 5, 1, 5, in_flight=0)]
+
+
+def test_totals_that_begin_again_are_charged_as_they_are():
+    keys = ring(limits={"tokens_per_minute": 100})
+    keys.used_elsewhere("other", SharedUse("a", 5, 90, 5, 90, 0))
+    keys.used_elsewhere("other", SharedUse("a", 1, 9, 1, 9, 0))
+    admit(keys)
+
+    keys.used_elsewhere("other", SharedUse("a", 1, 9, 2, 18, 0))
+
+    with pytest.raises(KeyLimitReached):
+        admit(keys)
+
+
 def test_a_new_file_keeps_what_a_name_has_used():
     keys = ring(limits={"requests_per_minute": 2})
     admit(keys)

@@ -302,6 +302,28 @@ async def test_a_member_started_again_takes_over_with_the_map_of_the_others(trio
         assert (member.trust, member.seen()[0]) == (MapTrust.WHOLE, set(range(5)))
 
 
+async def test_a_server_that_leaves_while_its_state_is_sent_stays_away(bus, clock):
+    one, two = Member(bus, "a", clock), Member(bus, "b", clock)
+    server = Server()
+    one.beat()
+    one.report(server.batch("store", numbers=range(5)))
+    two.inbox.clear()
+    instance = one.coordinator.instance("w")
+    assert instance is not None
+
+    await one.reports._sending.acquire()
+    sending = asyncio.ensure_future(one.reports._send_state("b", instance))
+    await asyncio.sleep(0)
+    one.coordinator.deregister("w")
+    one.reports.left("w")
+    one.reports._sending.release()
+    await sending
+    await bus.pump()
+
+    assert two.trust is MapTrust.NONE
+    assert two.seen() == (set(), set())
+
+
 async def test_a_state_from_before_a_missed_batch_is_refused(trio, bus):
     server, (one, two, three) = Server(), trio
     one.beat()
@@ -533,6 +555,9 @@ async def test_a_member_that_lacks_messages_gets_a_full_synchronisation_through_
     await bus.pump()
     assert engine.beat(one)
     await bus.pump()
+    for _ in range(3):  # what it lacked has come: it is not asked for again
+        assert not engine.beat(one)
+        await bus.pump()
 
     assert [in_process(member) for member in trio] == 3 * [{1, 2, 3}]
     assert two.controller.trust(1) is MapTrust.WHOLE

@@ -342,6 +342,32 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefill_s": float("nan")},
+        {"stay_s": float("inf")},
+        {"answered": -1},
+        {"sizes": [1, 1]},
+        {"fresh": b"x"},
+    ],
+)
+def test_figures_that_do_not_fit_are_no_message(change):
+    whole = {
+        "model": "m",
+        "worker": "w",
+        "answered": 1,
+        "prefill_s": 0.1,
+        "stay_s": 0.2,
+        "block_tokens": 16.0,
+    }
+    keys = {"known": [None], "sizes": [1], "fresh": bytes(8)}
+    Passed(**whole | keys)
+
+    with pytest.raises(ValueError, match="do not fit"):
+        Passed(**whole | keys | change)
+
+
 def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"

@@ -380,7 +380,7 @@ class KeyRing:
         if account is None:
             return
         account.elsewhere += use.in_flight - (0 if before is None else before.in_flight)
-        if before is None:
+        if before is None or use.all_requests < before.all_requests:  # its account there is new
             self.charge(use.key, use.requests, use.tokens)
         else:
             requests, tokens = use.all_requests - before.all_requests, use.all_tokens - before.all_tokens
@@ -393,6 +393,8 @@ class KeyRing:
                 self._accounts[name].elsewhere -= use.in_flight
 
     def _changed(self, name: str, account: Account) -> None:
+        if self._accounts.get(name) is not account:
+            return  # the key was removed meanwhile: its name may have a new account, with its own totals
         self._unsent[name] = account
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._send)

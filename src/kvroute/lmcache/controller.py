@@ -335,8 +335,10 @@ class Controller:
         """
         is_wanted = False
         if isinstance(message, wire.Heartbeat):
-            rank = self._note_heartbeat(message)
-            is_wanted = rank.needs_sync and not rank.is_syncing
+            rank, now = self._note_heartbeat(message), self._clock.now()
+            is_wanted = rank.needs_sync and not rank.is_syncing and not self._is_requested(rank, now)
+            if is_wanted:
+                rank.sync_requested_at = now
         else:
             self._handlers[type(message)](message)
         self._resume(message, via)
@@ -354,6 +356,7 @@ class Controller:
         for _, rank in self._roster.ranks():
             if rank.via == via:
                 rank.is_reporting, rank.predates_controller = False, True
+                rank.sync_requested_at = None
         self._roster.update_attachments()
 
     def _resume(self, message: wire.Message, via: str) -> None:
@@ -395,15 +398,18 @@ class Controller:
     def _heartbeat(self, message: wire.Heartbeat) -> wire.HeartbeatReply:
         self.counts.heartbeats += 1
         rank, now = self._note_heartbeat(message), self._clock.now()
-        is_requested = (
-            rank.sync_requested_at is not None and now - rank.sync_requested_at < self._options.sync_timeout_s
-        )
-        if is_requested or rank.is_syncing or not (rank.needs_sync or rank.sync_wanted):
+        is_needed = rank.needs_sync or rank.sync_wanted
+        if not is_needed or rank.is_syncing or self._is_requested(rank, now):
             return wire.HeartbeatReply()
         rank.sync_requested_at, rank.sync_wanted = now, False
         self.counts.syncs_requested += 1
         reason = "controller_restart" if rank.predates_controller else "operations_missing"
         return wire.HeartbeatReply(commands=[wire.FullSyncCommand(reason=reason)])
+
+    def _is_requested(self, rank: Rank, now: float) -> bool:
+        """Whether a synchronisation was requested a short time ago, which may not have begun yet."""
+        at = rank.sync_requested_at
+        return at is not None and now - at < self._options.sync_timeout_s
 
     def _note_heartbeat(self, message: wire.Heartbeat) -> Rank:
         _, rank = self._roster.get_or_add(message)

@@ -145,7 +145,7 @@ class CacheReports:
             self.handlers = {
                 CacheServerEvents: self._on_events,
                 CacheServerAlive: self._on_alive,
-                CacheServerLeft: lambda _, message: coordinator.deregister(message.server),
+                CacheServerLeft: self._on_left,
                 CacheServerWanted: self._on_wanted,
                 CacheServerState: self._on_state,
                 CacheServerStore: self._on_store,
@@ -281,6 +281,12 @@ class CacheReports:
         if is_needed and instance is not None:
             self._ask(instance)
 
+    def _on_left(self, peer: PeerId, message: CacheServerLeft) -> None:
+        assert self._coordinator is not None
+        if message.server in self._copies:
+            self._refuse(message.server)
+        self._coordinator.deregister(message.server)
+
     def _on_events(self, peer: PeerId, message: CacheServerEvents) -> None:
         coordinator = self._coordinator
         assert coordinator is not None
@@ -361,6 +367,8 @@ class CacheReports:
     async def _send_state(self, peer: PeerId, instance: LMCacheServer) -> None:
         """Send all that is known of a server. Nothing if the map here is incomplete, too."""
         async with self._sending:
+            if self._instance(instance.id) is not instance:
+                return  # it has left while another state was sent
             server, incarnation, memory = instance.id, instance.incarnation, instance.memory
             if incarnation is None or instance.doubt is not None:
                 return
@@ -387,7 +395,7 @@ class CacheReports:
                     await self._channel.has_room()
                 await asyncio.sleep(0)
             is_valid = instance.incarnation == incarnation and instance.doubt is None
-            is_valid = is_valid and instance.memory is memory
+            is_valid = is_valid and instance.memory is memory and self._instance(server) is instance
             self._channel.send(peer, CacheServerStateEnd(server, stores, is_valid))
 
     def _on_state(self, peer: PeerId, state: CacheServerState) -> None:

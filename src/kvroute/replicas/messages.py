@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import inf
 from typing import TypeAlias
 
 import msgspec
@@ -279,6 +280,13 @@ class Passed(PeerMessage, frozen=True):
     known: list[int | None]
     sizes: list[int]
     fresh: bytes
+
+    def __post_init__(self) -> None:
+        figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, *self.sizes
+        has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
+        # A figure that is no number would stay in a worker's averages for good.
+        if not has_keys or not all(0 <= each < inf for each in figures):
+            raise ValueError("the figures of requests that have passed do not fit")
 
 
 class GroupsWanted(PeerMessage, frozen=True):
