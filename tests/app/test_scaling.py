@@ -197,7 +197,7 @@ async def test_workers_that_would_be_removed_get_less_traffic_until_the_load_nee
             "c": 0.5,
         }
         assert 'kvroute_workers_surplus{model="m"} 2.0' in gateway.figures()
-        assert "surplus: b, c" in caplog.text
+        assert "less traffic for b, c" in caplog.text
 
         for worker in gateway.workers.values():
             worker.load.reserve(gateway.clock.now(), 9000.0, 600)
@@ -205,7 +205,7 @@ async def test_workers_that_would_be_removed_get_less_traffic_until_the_load_nee
         gateway.steer()
 
         assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
-        assert "surplus: none" in caplog.text
+        assert "less traffic for no worker" in caplog.text
 
 
 async def test_the_least_number_of_workers_keeps_its_traffic():
@@ -214,6 +214,40 @@ async def test_the_least_number_of_workers_keeps_its_traffic():
         gateway.steer()
 
         assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
+
+
+async def test_while_a_cost_is_unknown_nobody_gets_less_traffic():
+    async with gateway_of("a", "b", "c") as gateway:
+        gateway.api.refused.add("b")
+        await gateway.round()
+        gateway.steer()
+
+        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+
+        gateway.api.refused.clear()
+        await gateway.round()
+        gateway.steer()
+
+        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 0.25, 1.0]
+
+
+async def test_a_worker_that_is_no_pod_keeps_its_traffic():
+    async with gateway_of("a", "b", "c") as gateway:
+        gateway.api.names.remove("b")
+        await gateway.round()
+        gateway.steer()
+
+        assert gateway.workers["b"].ramp == 1.0
+        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
+
+
+async def test_with_a_share_of_one_nothing_is_steered():
+    async with gateway_of("a", "b", surplus_share=1.0) as gateway:
+        await gateway.round()
+        gateway.steer()
+
+        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+        assert "kvroute_workers_surplus{" not in gateway.figures()
 
 
 async def test_a_ramp_after_an_ejection_goes_on():

@@ -20,7 +20,6 @@ from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Gauges, Metrics, counter, gauge
 from kvroute.routing.router import Router
 from kvroute.routing.scaling import (
-    MAX_COST,
     CacheValue,
     DeletionCostOptions,
     WorkersNeeded,
@@ -130,6 +129,8 @@ class DeletionCosts:
         self._written: dict[WorkerId, int] = {}
         self._refused: set[WorkerId] = set()
         """The pods whose last patch failed."""
+        self._absent: set[WorkerId] = set()
+        """Workers that are no pods: no autoscaler removes them."""
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._logged_trouble = ""
         self._needed = needed
@@ -181,26 +182,32 @@ class DeletionCosts:
             self._outcomes["patched" if exists else "absent"] += 1
             self._written[worker] = cost
             self._refused.discard(worker)
+            (self._absent.discard if exists else self._absent.add)(worker)
         if due:
             self._log_once("")
 
     def steer(self) -> None:
         """Send less traffic to the workers that scaling down would remove now, by the written costs."""
         options, before = self._options, self._surplus
-        self._surplus, useful = {}, set[WorkerId]()
+        if options.surplus_share == 1.0:
+            return
+        found, useful = dict[str, frozenset[WorkerId]](), set[WorkerId]()
         for model, needed in self._needed().items():
             ids = [worker.id for worker in self._fleet.view(model).workers]
-            costs = {each: self._written.get(each, MAX_COST) for each in ids}
-            found = self._surplus[model] = surplus(costs, needed, options.min_workers)
-            useful.update(each for each in ids if each not in found)
-            if found != before.get(model, frozenset()):
-                names = ", ".join(sorted(found)) or "none"
-                log.info(
-                    "the load of %s needs %.1f of %d workers; surplus: %s", model, needed, len(ids), names
-                )
-        rest = frozenset[WorkerId]().union(*self._surplus.values()) - useful
+            pods = [each for each in ids if each not in self._absent]
+            # Kubernetes takes a pod without the annotation for one of cost 0. So while any cost is unknown,
+            # the order of removal is, too.
+            is_known = all(each in self._written for each in pods)
+            costs = {each: self._written[each] for each in pods} if is_known else {}
+            found[model] = surplus(costs, needed - (len(ids) - len(pods)), options.min_workers)
+            useful.update(each for each in ids if each not in found[model])
+        self._surplus = {model: ids - useful for model, ids in found.items()}
+        for model, rest in self._surplus.items():
+            if rest != before.get(model, frozenset()):
+                log.info("model %s: less traffic for %s", model, ", ".join(sorted(rest)) or "no worker")
+        less = frozenset[WorkerId]().union(*self._surplus.values())
         for worker in self._fleet.workers():
-            self._fleet.set_share(worker, options.surplus_share if worker.id in rest else 1.0)
+            self._fleet.set_share(worker, options.surplus_share if worker.id in less else 1.0)
 
     def metrics(self) -> Iterable[Metric]:
         return deletion_cost_metrics(self._written, self._outcomes, self._surplus)
@@ -219,6 +226,7 @@ class DeletionCosts:
         if change in (FleetChange.LEFT, FleetChange.JOINED):
             self._written.pop(worker.id, None)  # a new pod of that name has no annotation
             self._refused.discard(worker.id)
+            self._absent.discard(worker.id)
 
 
 OUTCOMES: Final = ("patched", "absent", "failed")

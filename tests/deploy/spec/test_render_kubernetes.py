@@ -590,7 +590,14 @@ def test_deletion_costs_come_with_the_permission_to_patch_pods(own, plan):
     written = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
     costs = Config.model_validate(written).scaling.deletion_cost
     assert costs.enabled
-    assert costs.min_workers == 3
+    assert (costs.min_workers, costs.surplus_share) == (3, 0.25)
+
+
+def test_without_an_autoscaler_no_worker_gets_less_traffic(own, plan):
+    change = {"x-kvroute.kubernetes.workload": "Deployment", "x-kvroute.scaling.deletionCost": True}
+    found = objects_of(plan(own({**change, "spec.replicas": 4})))
+    written = yaml.safe_load(found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"])
+    assert Config.model_validate(written).scaling.deletion_cost.surplus_share == 1.0
 
 
 def test_cloudwatch_triggers_need_and_get_a_region(hyperpod, plan):

@@ -63,9 +63,13 @@ def gateway_config(
     if plan.is_hyperpod_document:
         config["logging"] = {**config.get("logging", {}), "hyperpod_lines": True}
     if secrets and plan.extension.scaling.deletion_cost:
-        workers = plan.spec.auto_scaling_spec
-        least = 1 if workers is None else max(1, workers.min_replica_count)
-        config["scaling"] = {"deletion_cost": {"enabled": True, "min_workers": least}}
+        # Less traffic only for workers that an autoscaler may remove. Groups have an autoscaler each, which
+        # compares the costs of its own workers only.
+        scaled = None if plan.groups else plan.spec.auto_scaling_spec
+        steering: dict[str, float] = {"surplus_share": 1.0}
+        if scaled is not None:
+            steering = {"min_workers": max(1, scaled.min_replica_count)}
+        config["scaling"] = {"deletion_cost": {"enabled": True, **steering}}
     by_file = L2_PASSWORD_FILE if secrets and plan.l2_password is not None else None
     config = merged(config, cache_reports(plan, site, password_file=by_file))
     config = merged(config, {"routing": routing.options or {}})
