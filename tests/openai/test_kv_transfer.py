@@ -186,6 +186,21 @@ def test_parameters_of_lmcache_pass(value) -> None:
     check_params(request_of({"prompt": "x", "kv_transfer_params": value}, COMPLETIONS))
 
 
+@pytest.mark.parametrize("value", [{"remote_host": "h"}, 0, "", None])
+def test_parameters_among_the_engines_own_arguments_are_refused(value) -> None:
+    body = {"prompt": "x", "vllm_xargs": {"a": 1, "kv_transfer_params": value}}
+
+    with pytest.raises(InvalidRequest) as refused:
+        check_params(request_of(body, COMPLETIONS))
+
+    assert refused.value.param == "vllm_xargs.kv_transfer_params"
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, "x", None])
+def test_other_arguments_of_the_engine_pass(value) -> None:
+    check_params(request_of({"prompt": "x", "vllm_xargs": value}, COMPLETIONS))
+
+
 @pytest.mark.parametrize("value", ["x", [1], 5])
 def test_parameters_that_are_no_object_are_refused(value) -> None:
     with pytest.raises(InvalidRequest, match="object"):
@@ -247,6 +262,16 @@ def test_parameters_that_are_cut_anywhere_are_not_shown(cut) -> None:
     shown = mask.blanked(whole[:cut]) + mask.blanked(whole[cut:])
 
     assert json.loads(shown) == {"id": "a", "kv_transfer_params": {}, "usage": {"prompt_tokens": 7}}
+
+
+@pytest.mark.parametrize("cut", range(30, 110))
+def test_the_error_event_of_a_stream_that_breaks_off_is_shown(cut) -> None:
+    mask, error = ParamsMask(), b'\n\ndata: {"error":{"message":"broke off"}}\n\n'
+
+    shown = mask.blanked((b'data: {"kv_transfer_params":%b}' % SECRET)[:cut]) + mask.blanked(error)
+
+    assert shown.endswith(error)
+    assert b"10.0.0.1" not in shown
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,13 @@ def test_strict_roles_refuse_what_only_the_other_side_could_do(roles, tokens, fl
         router.decide(ask(tokens), fleet(roles))
 
 
+def test_with_strict_roles_a_worker_for_both_does_whole_requests(fleet, ask) -> None:
+    decision = router_with(threshold_tokens=1000, strict=True).decide(ask(LONG), fleet("b"))
+
+    assert decision.handover is None
+    assert [candidate.worker.role for candidate in decision.ranking] == [WorkerRole.BOTH]
+
+
 def test_strict_roles_keep_prefill_workers_out_of_the_ranking(fleet, ask) -> None:
     decision = router_with(strict=True).decide(ask(SHORT), fleet("pd"))
 

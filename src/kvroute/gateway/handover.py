@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
@@ -54,6 +55,7 @@ _NOT_SENT = (ConnectRefused, ConnectTimeout, NoResources, PoolExhausted)
 _GRACE_S = 0.1
 """A second leg is aborted this long after it was sent, at the earliest: vLLM tells the prefill worker to free
 the blocks only once the request has reached its handler."""
+_accept_encoding = re.compile(rb"(?im)^accept-encoding:[^\r]*\r\n").sub
 _RELEASE_S = 10.0
 """Time limit of a request whose only purpose is that the prefill worker frees its blocks."""
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
@@ -235,7 +237,9 @@ class HandoverAttempts(Attempts):
             record.handover.transfer_s = spent_s
             deps.metrics.handover_transfer.labels(worker.id).observe(spent_s)
             if worker.load.queued <= 1:  # otherwise the request has waited for others, too
-                deps.router.pairs.links.learn(worker.index, moved, spent_s - self.candidate.prefill_s)
+                # The pair's first candidate has the time of one step; a later one that of the whole prompt.
+                step_s = plan.decision.ranking[0].prefill_s
+                deps.router.pairs.links.learn(worker.index, moved, spent_s - step_s)
 
     def retry_after_failure(self, listener: AnswerListener) -> None:
         """See `Attempts`. A second leg that a worker has not seen keeps its blocks for the next worker."""
@@ -358,6 +362,7 @@ class HandoverAttempts(Attempts):
         asyncio.get_running_loop().call_later(_RELEASE_S, response.abort)
 
     def _start_timer(self, seconds: float, listener: AnswerListener) -> None:
+        self._stop_timer()
         if seconds > 0:
             exchange: _Listener = listener  # type: ignore[assignment]
             self._timer = asyncio.get_running_loop().call_later(seconds, exchange.timed_out)
@@ -421,6 +426,7 @@ def exchange_with_roles(
 ) -> Exchange:
     """The exchange of a request in a fleet with roles, handed over or not."""
     screened = WithoutParams(client)
+    fields = _accept_encoding(b"", fields)  # in a compressed answer they could be neither read nor hidden
     if plan.decision.handover is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
     legs = HandoverAttempts(deps.attempts, plan, record, fields)

@@ -13,6 +13,7 @@ in answers.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar, Final, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from kvroute.openai.request import InferenceRequest
 from kvroute.openai.rewriting import TopLevelMember, with_members
 
 PARAMS: Final = "kv_transfer_params"
+_XARGS: Final = "vllm_xargs"
 _ALLOWED_PREFIX: Final = "lmcache."
 _PARAMS_MEMBER: Final = TopLevelMember(PARAMS)
 _REPLACED: Final = {
@@ -57,7 +59,7 @@ _FALSE: Final = (b"null", b"false")
 _KEY: Final = b'"%b"' % PARAMS.encode()
 _opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
-_structure = re.compile(rb'\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
+_structure = re.compile(rb'\n\n|\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
 _TAIL_BYTES: Final = 64
 """Enough for the name of the member with white space up to its value."""
 _EVENT_END: Final = b"\n\n"
@@ -97,6 +99,10 @@ def cached_tokens_in(answer: bytes) -> int | None:
 
 def check_params(request: InferenceRequest) -> None:
     """Raise InvalidRequest if the client's `kv_transfer_params` have other members than LMCache's."""
+    xargs = (request.fields or {}).get(_XARGS)
+    if xargs is not None and PARAMS in _members_of(xargs):
+        # vLLM (0.32) copies these members to the engine's own arguments, whatever their type.
+        raise InvalidRequest(f"`{_XARGS}.{PARAMS}` is set by this gateway.", param=f"{_XARGS}.{PARAMS}")
     raw = request.kv_transfer_params
     if raw is None or bytes(raw) == b"null":
         return
@@ -112,6 +118,14 @@ def check_params(request: InferenceRequest) -> None:
                 f"Clients may set `{_ALLOWED_PREFIX}*` members only.",
                 param=f"{PARAMS}.{shown}",
             )
+
+
+def _members_of(raw: Raw) -> Mapping[str, Raw]:
+    """The members of an object; none if it is something else, which the worker refuses."""
+    try:
+        return _decode_params(raw)
+    except UNREADABLE:
+        return {}
 
 
 class ParamsMask:
@@ -161,9 +175,12 @@ class ParamsMask:
         end, is_in_text = len(out), self._is_in_text
         start = at
         if self._is_escaped and at < end:
-            self._is_escaped, start = False, at + 1
+            self._is_escaped, start = False, at if out.startswith(_EVENT_END, at) else at + 1
         for match in _structure(out, start):
             byte = match[0]
+            if byte == _EVENT_END:  # the event broke off: the gateway's error event follows
+                self._depth, is_in_text, end = 0, False, match.start()
+                break
             if byte[0] == 0x5C:  # a backslash and what it escapes, which may be in the next part
                 self._is_escaped = len(byte) == 1
             elif byte == b'"':

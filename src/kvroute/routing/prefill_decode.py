@@ -219,7 +219,9 @@ def choose(
         miss = tokens - candidate.matched_tokens
         leg = next((leg for leg in legs if leg.candidate.worker is not candidate.worker), None)
         must_move = threshold is not None and miss > max(1, threshold) and can_move
-        if not must_move or not (has_pair or strict):
+        # `strict` does not keep a worker for both roles from computing the prompt.
+        may_compute = not strict or any(each.worker is candidate.worker for each in prefill_side)
+        if not must_move or (may_compute and not has_pair):
             cost = candidate.score + _stall_s(candidate, tokens, costs, options)
             if single is None or cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
                 single, single_cost = candidate, cost
@@ -231,8 +233,8 @@ def choose(
     if pair is not None and leg_of_pair is not None:
         # The delay of later requests ranks the workers of one side only.
         if single is not None:
-            single_cost -= single.terms.marginal
-            pair_cost -= leg_of_pair.candidate.terms.marginal
+            single_cost -= single.terms.marginal / single.worker.ramp_at(now)
+            pair_cost -= leg_of_pair.candidate.terms.marginal / pair.worker.ramp_at(now)
         # A pair needs a second request, so it must be better, and not only equal.
         if single is None or pair_cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
             best, best_cost, leg_of_best = pair, pair.score, leg_of_pair
