@@ -1,6 +1,6 @@
 """Measure what the endpoint picker behind Envoy costs, and what its estimates cost, beside the relay.
 
-    python bench/picker.py [--parts cpu,load,ttft] [--pairs 4] [--seeds 2] [--output FILE]
+    python bench/picker.py [--parts cpu,unseen] [--pairs 4] [--seeds 3] [--output FILE]
 
 - `cpu`: CPU per request (in d: per streamed chunk) of Envoy and `kvroute epp` together, beside
   `kvroute serve`, in the scenarios a, b, c and d of `bench/gateway.py`. Both run on one core, in the pairs of

@@ -37,6 +37,7 @@ def head(
         (head(attempts=2), Attempts(2, 1, 1)),
         (head("10.9.9.9:80", attempts=4), Attempts(4, 3, None)),  # the last one by Envoy's own choice
         (head("10.9.9.9:80", attempts=1), Attempts(1, 0, None)),
+        (head("10.0.0.1:80", attempts=4), Attempts(4, 3, 0)),  # Envoy has begun again
         (head("10.0.0.1:80", RESET, fault=True, attempts=1), Attempts(1, 1, None)),
         (head("10.0.0.3:80", RESET, fault=True, attempts=3), Attempts(3, 3, None)),
         (head("10.0.0.1:80", RESET, fault=True, attempts=4), Attempts(4, 3, None)),  # tried again at the end
@@ -155,6 +156,14 @@ async def test_prompts_before_a_computed_one_are_computed_too() -> None:
     queue.holds("b", 32)
 
     await until(lambda: queue.waiting == "c")
+
+
+async def test_lost_events_of_several_prompts_do_not_hide_a_later_one() -> None:
+    queue = Queue()
+
+    queue.holds("c", 32)
+
+    await until(lambda: not queue.waiting)
 
 
 async def test_the_map_is_not_read_when_nothing_waits() -> None:

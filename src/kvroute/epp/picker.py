@@ -159,7 +159,9 @@ def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> Attempts:
     is_other = head.served != "" and index is None
     tried = head.attempts if head.attempts is not None else 1 if index is None else index + 1
     if index is not None and not head.trouble:
-        return Attempts(tried, index, index)
+        # More attempts than addresses up to this one: Envoy has begun again at the first one.
+        failed = index if tried <= index + 1 else min(tried - 1, len(addresses))
+        return Attempts(tried, failed, index)
     failed = max(0, tried if head.is_workers_fault and not is_other else tried - 1)
     is_listed = not head.trouble and not is_other and failed < len(addresses)
     return Attempts(tried, min(failed, len(addresses)), failed if is_listed else None)
@@ -231,15 +233,22 @@ class FirstTokens:
         self._arm()
 
     def _computed(self, waiting: Sequence[tuple[Expected, PickedDispatch]]) -> int:
-        """How many of a worker's prompts, from the first one, are computed."""
-        done = 0
-        for number, (expected, _) in enumerate(waiting, 1):
-            found = self._caches.match(expected.prompt).get(expected.slot)
-            if found is not None and found.gpu >= expected.tokens:
-                done = number
-            elif number > done + 1:
-                break  # one prompt may have lost its blocks already; those before a computed one are computed
-        return done
+        """How many of a worker's prompts, from the first one, are computed. O(log prompts) matches."""
+        # Those before a computed one are computed, too, even if their events were lost or their blocks are gone.
+        if not waiting or self._is_computed(waiting[-1][0]):
+            return len(waiting)
+        low, high = 0, len(waiting) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_computed(waiting[middle][0]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _is_computed(self, expected: Expected) -> bool:
+        found = self._caches.match(expected.prompt).get(expected.slot)
+        return found is not None and found.gpu >= expected.tokens
 
 
 class PickedDispatch(NamedTuple):
@@ -339,7 +348,12 @@ class PickedRequest:
             deps.metrics.epp_not_served.labels(each.candidate.worker.id).inc()
             deps.health.report_failure(each.candidate.worker, "not_served")
         if place is None:
-            return []
+            if head.trouble:
+                return []
+            # A worker that Envoy has chosen answers: this request is no load of those that were picked.
+            self._release(now)
+            record.worker, record.attempts = "-", tried
+            return [(b"x-request-id", record.request_id)]
         candidate = self._places[place].candidate
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(candidate.worker, status)
