@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import random
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,52 +13,25 @@ import httpx
 import pytest
 import pytest_asyncio
 from tests.engine.endpoints import ADMIN_KEY
+from tests.engine.roles_fleet import CHAT, TOOLS, RolesFleet, choices, greedy_chat, texts_of
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, install_nixl, separate_environment, write_tiny_model
-from kvroute.deploy.plan import Engine, HostFacts, ProcessPlan, UpSpec, plan_up, port_count
+from kvroute.deploy.plan import Engine, HostFacts, UpSpec, plan_up, port_count
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-CHAT, MODEL = "/v1/chat/completions", "small"
+MODEL = "small"
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 REQUESTS = int(os.environ.get("PREFILL_DECODE_REQUESTS", "10"))
 """Requests of each kind."""
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"x": {}}}},
-    }
-]
 
 
 @dataclass
-class Pair:
+class Pair(RolesFleet):
     """A prefill and a decode worker with a gateway, as `kvroute up` starts them."""
-
-    plan: ProcessPlan
-    processes: dict[str, ChildProcess]
-    http: httpx.AsyncClient
-
-    async def ask(self, body: dict[str, Any], path: str = CHAT) -> httpx.Response:
-        answer = await self.http.post(self.plan.gateway.url + path, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    def url(self, name: str) -> str:
-        return next(worker.url for worker in self.plan.workers if worker.child.name == name)
-
-    async def metric(self, name: str, metric: str, **labels: str) -> float:
-        url = self.plan.gateway.url if name == "gateway" else self.url(name)
-        page = (await self.http.get(f"{url}/metrics")).text
-        found = re.findall(rf"^{re.escape(metric)}(?:\{{(.*)\}})? (\S+)$", page, re.MULTILINE)
-        return sum(
-            float(value)
-            for shown, value in found
-            if all(f'{label}="{wanted}"' in shown for label, wanted in labels.items())
-        )
 
     async def prompt_tokens_by_source(self) -> tuple[float, float]:
         """Prompt tokens that the decode worker has got by transfer, and those that it has computed."""
@@ -125,37 +95,11 @@ async def pair(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> As
 
 @pytest.fixture(scope="module")
 def text(pair: Pair) -> Any:
-    """`(seed, words)` -> a text of about that many tokens."""
-    vocabulary = json.loads((pair.plan.model_folder / "tokenizer.json").read_text())["model"]["vocab"]
-    known = sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))
-    return lambda seed, words: "".join(random.Random(seed).choices(known, k=words))
+    return texts_of(pair.plan)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {**GREEDY, "messages": [{"role": "user", "content": text}], **more}
-
-
-def choices(answer: httpx.Response) -> Any:
-    """What the engine generated, without ids and times."""
-    if not answer.headers["content-type"].startswith("text/event-stream"):
-        return _without_ids(answer.json()["choices"])
-    merged: dict[int, list[Any]] = {}
-    for line in answer.text.splitlines():
-        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-            text, reason, _ = merged.setdefault(choice["index"], ["", None, []])
-            logprobs = merged[choice["index"]][2]
-            logprobs += (choice.get("logprobs") or {}).get("content") or []
-            # The engine may put several tokens into one event.
-            merged[choice["index"]] = [
-                text + (choice["delta"].get("content") or ""),
-                choice["finish_reason"] or reason,
-                logprobs,
-            ]
-    return merged
-
-
-def _without_ids(choices: Any) -> str:
-    return re.sub(r"chatcmpl-tool-[0-9a-f]+|call_[0-9a-f]+", "ID", json.dumps(choices, sort_keys=True))
+    return greedy_chat(MODEL, text, **more)
 
 
 KINDS: dict[str, dict[str, Any]] = {

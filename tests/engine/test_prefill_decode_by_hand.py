@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
-import random
 import re
 import time
 from collections.abc import AsyncIterator
@@ -24,10 +22,11 @@ import httpx
 import pytest
 import pytest_asyncio
 from tests.engine.endpoints import ADMIN_KEY
+from tests.engine.roles_fleet import CHAT, TOOLS, RolesFleet, choices, greedy_chat, texts_of
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, install_nixl, separate_environment, write_tiny_model
-from kvroute.deploy.plan import Engine, HostFacts, ProcessPlan, UpSpec, plan_up, port_count
+from kvroute.deploy.plan import Engine, HostFacts, UpSpec, plan_up, port_count
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess
 
@@ -38,19 +37,13 @@ pytestmark = [
     pytest.mark.skipif("PREFILL_DECODE_REQUESTS" not in os.environ, reason="by hand: see the docstring"),
 ]
 
-CHAT, MODEL = "/v1/chat/completions", "tiny"
+MODEL = "tiny"
 BLOCK, THRESHOLD = 32, 512
 WORKERS = ("prefill-0", "decode-0", "worker-0")
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 REQUESTS = int(os.environ.get("PREFILL_DECODE_REQUESTS", "6"))
 """Requests of each kind."""
 PREDICTED = ("hit-tokens", "prefill-hit-tokens", "moved-tokens")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"x": {}}}},
-    }
-]
 
 
 @dataclass(frozen=True)
@@ -68,43 +61,21 @@ class Sources:
 
 
 @dataclass
-class Stack:
+class Stack(RolesFleet):
     """A prefill worker, a decode worker and one for both, with a gateway, as `kvroute up` starts them.
 
     `worker-0` has vLLM's own `kv_load_failure_policy` (`fail`), the others have that of `kvroute up`
     (`recompute`).
     """
 
-    plan: ProcessPlan
-    processes: dict[str, ChildProcess]
-    http: httpx.AsyncClient
-
     @property
     def alive(self) -> list[str]:
         return [name for name in WORKERS if self.processes[name].running]
-
-    async def ask(self, body: dict[str, Any], path: str = CHAT) -> httpx.Response:
-        answer = await self.http.post(self.plan.gateway.url + path, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer
 
     async def ask_worker(self, name: str, body: dict[str, Any]) -> httpx.Response:
         answer = await self.http.post(self.url(name) + CHAT, json=body)
         assert answer.status_code == 200, answer.text
         return answer
-
-    def url(self, name: str) -> str:
-        return next(worker.url for worker in self.plan.workers if worker.child.name == name)
-
-    async def metric(self, name: str, metric: str, **labels: str) -> float:
-        url = self.plan.gateway.url if name == "gateway" else self.url(name)
-        page = (await self.http.get(f"{url}/metrics")).text
-        found = re.findall(rf"^{re.escape(metric)}(?:\{{(.*)\}})? (\S+)$", page, re.MULTILINE)
-        return sum(
-            float(value)
-            for shown, value in found
-            if all(f'{label}="{wanted}"' in shown for label, wanted in labels.items())
-        )
 
     async def sources(self, name: str) -> Sources:
         page = (await self.http.get(f"{self.url(name)}/metrics")).text
@@ -212,37 +183,11 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
 
 @pytest.fixture(scope="module")
 def text(stack: Stack) -> Any:
-    """`(seed, words)` -> a text of about that many tokens."""
-    vocabulary = json.loads((stack.plan.model_folder / "tokenizer.json").read_text())["model"]["vocab"]
-    known = sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))
-    return lambda seed, words: "".join(random.Random(seed).choices(known, k=words))
+    return texts_of(stack.plan)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {**GREEDY, "messages": [{"role": "user", "content": text}], **more}
-
-
-def choices(answer: httpx.Response) -> Any:
-    """What the engine generated, without ids and times."""
-    if not answer.headers["content-type"].startswith("text/event-stream"):
-        return _without_ids(answer.json()["choices"])
-    merged: dict[int, list[Any]] = {}
-    for line in answer.text.splitlines():
-        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-            text, reason, _ = merged.setdefault(choice["index"], ["", None, []])
-            logprobs = merged[choice["index"]][2]
-            logprobs += (choice.get("logprobs") or {}).get("content") or []
-            # The engine may put several tokens into one event.
-            merged[choice["index"]] = [
-                text + (choice["delta"].get("content") or ""),
-                choice["finish_reason"] or reason,
-                logprobs,
-            ]
-    return merged
-
-
-def _without_ids(choices: Any) -> str:
-    return re.sub(r"chatcmpl-tool-[0-9a-f]+|call_[0-9a-f]+", "ID", json.dumps(choices, sort_keys=True))
+    return greedy_chat(MODEL, text, **more)
 
 
 KINDS: dict[str, dict[str, Any]] = {

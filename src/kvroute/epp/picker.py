@@ -234,7 +234,7 @@ class FirstTokens:
 
     def _computed(self, waiting: Sequence[tuple[Expected, PickedDispatch]]) -> int:
         """How many of a worker's prompts, from the first one, are computed. O(log prompts) matches."""
-        # Those before a computed one are computed, too, even if their events were lost or their blocks are gone.
+        # Those before a computed one are computed, too, even if their events or blocks are lost.
         if not waiting or self._is_computed(waiting[-1][0]):
             return len(waiting)
         low, high = 0, len(waiting) - 1

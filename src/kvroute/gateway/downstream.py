@@ -76,18 +76,10 @@ _BYTES_PER_TOKEN = 4
 _EVENT = b"data: {"
 
 
-class Meter(Struct, eq=False):
-    """Passes an answer on to a client and counts what its completion tokens are estimated from.
-
-    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
-    calls.
-    """
+class Forwarding(Struct, eq=False):
+    """Passes an answer on to a client. Subclasses count or change the bytes of its body."""
 
     _client: Downstream
-    _events: int = 0
-    _bytes: int = 0
-    _whole: bytes = b""
-    """An answer that came at once; it is counted only if that is needed."""
 
     @property
     def is_paused(self) -> bool:
@@ -98,6 +90,22 @@ class Meter(Struct, eq=False):
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
         self._client.start_relayed(status, fields, is_sized=is_sized)
+
+    def cut(self) -> None:
+        self._client.cut()
+
+
+class Meter(Forwarding):
+    """Passes an answer on to a client and counts what its completion tokens are estimated from.
+
+    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
+    calls.
+    """
+
+    _events: int = 0
+    _bytes: int = 0
+    _whole: bytes = b""
+    """An answer that came at once; it is counted only if that is needed."""
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         self._whole = body
@@ -122,9 +130,6 @@ class Meter(Struct, eq=False):
         if chunk:
             self._count(chunk)
         self._client.finish(chunk)
-
-    def cut(self) -> None:
-        self._client.cut()
 
     def estimate(self) -> int:
         """The completion tokens of an answer without `usage`: one for each event of a stream, or for every

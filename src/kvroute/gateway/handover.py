@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 
 from kvroute.errors import (
@@ -37,7 +37,7 @@ from kvroute.errors import (
     WorkerTimeout,
 )
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.downstream import Downstream, Headers
+from kvroute.gateway.downstream import Downstream, Forwarding
 from kvroute.gateway.exchange import Attribution, Exchange, ExchangeDeps, usage_in, usage_of_whole
 from kvroute.gateway.failures import InternalError
 from kvroute.gateway.journal import HandoverRecord, Record, Usage
@@ -373,21 +373,10 @@ class HandoverAttempts(Attempts):
             self._timer = None
 
 
-class WithoutParams(Struct, eq=False):
+class WithoutParams(Forwarding):
     """Passes an answer on to a client without its `kv_transfer_params`. Mutable: the mask's state."""
 
-    _client: Downstream
     _mask: ParamsMask = field(default_factory=ParamsMask)
-
-    @property
-    def is_paused(self) -> bool:
-        return self._client.is_paused
-
-    def start(self, status: int, headers: Headers) -> None:
-        self._client.start(status, headers)
-
-    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
-        self._client.start_relayed(status, fields, is_sized=is_sized)
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
         self._client.answer(status, fields, self._mask.blanked(body), is_sized)
@@ -411,9 +400,6 @@ class WithoutParams(Struct, eq=False):
 
     def finish(self, chunk: bytes = b"") -> None:
         self._client.finish(self._mask.blanked(chunk) if chunk else chunk)
-
-    def cut(self) -> None:
-        self._client.cut()
 
 
 def exchange_with_roles(
