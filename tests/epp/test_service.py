@@ -326,15 +326,12 @@ async def test_events_of_the_worker_show_the_first_token(run_door: RunDoor, chan
         await until(lambda: [place.trust for place in caches.places(worker)] == [MapTrust.WHOLE])
         body = chat("word " * 2000, stream=True, max_tokens=1000, ignore_eos=True)
         async with door.client.stream("POST", CHAT, json=body) as answer:
-            await until(lambda: door.loads()[0][0] == 1)
-            computed_at_once = door.loads()[0][2] == 0
             chunks = answer.aiter_bytes()
             await anext(chunks)
             await until(lambda: door.loads()[0][2] == 0)
             assert door.loads()[0][0] == 1  # the answer goes on
         await door.until_idle()
 
-        assert not computed_at_once
         (decision,) = door.picker.runtime.plane.journal.decisions(1)
         assert decision["reason"].startswith("kv_") or decision["reason"] == "only_worker"
-        assert decision["time_to_first_byte_s"] > 0.5
+        assert decision["time_to_first_byte_s"] > 1  # the worker computes 3,343 tokens of 0.5 ms

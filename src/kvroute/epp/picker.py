@@ -295,6 +295,8 @@ class PickedRequest:
         self._client = client
         self._on_end = on_end
         self._dispatch: Dispatch | None = None
+        self._awaits_events = False
+        """Events of the worker show the first token."""
         self.is_over = False
         self.has_answer = False
         """Envoy has reported the head of the answer."""
@@ -313,7 +315,8 @@ class PickedRequest:
         # Where no event will show the first token, the prefill is assumed to take its estimated time, like
         # that of an answer in one piece, and no cost is learned from it.
         expected = self._first_tokens.of(plan.query, candidate)
-        query = replace(plan.query, streamed=expected is not None)
+        self._awaits_events = expected is not None
+        query = replace(plan.query, streamed=self._awaits_events)
         self._dispatch = deps.router.dispatch(query, plan.decision, candidate, now)
         if expected is not None:
             self._first_tokens.expect(expected, PickedDispatch(self._dispatch, record))
@@ -357,8 +360,9 @@ class PickedRequest:
         candidate = self._places[place].candidate
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(candidate.worker, status)
-        if not is_event_stream:
-            # The head of a whole answer comes with the body; that of a stream before prefill.
+        # The head of a whole answer comes with the body; that of a stream before prefill, unless it is late.
+        is_computed = self._awaits_events and self._dispatch is not None and not self._dispatch.is_queued
+        if not is_event_stream or is_computed:
             record.first_byte = now
         lines = self._attribution.lines(candidate, self._plan.decision)
         return [*field_pairs(lines), (b"x-request-id", record.request_id)]
