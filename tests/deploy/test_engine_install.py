@@ -23,6 +23,7 @@ from kvroute.deploy.engine_install import (
     EngineVenv,
     Recipe,
     install_engine,
+    let_nixl_wait,
     main,
     separate_environment,
     write_alias_wheel,
@@ -213,3 +214,24 @@ def test_the_command_prints_the_engines_path(tmp_path: Path, monkeypatch: pytest
 
     assert good.output == f"the engine is ready in {tmp_path / 'good'}\n"
     assert (bad.exit_code, bad.output) == (1, "Error: no torch\n")
+
+
+def test_an_installed_nixl_waits_and_does_not_poll(tmp_path) -> None:
+    module = tmp_path / "lib/python3.12/site-packages/nixl_cu12/_api.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("x = 1\nagent_config.pthrDelay = 0\n")
+
+    assert let_nixl_wait(tmp_path)
+    assert let_nixl_wait(tmp_path)  # again, by another process
+    assert module.read_text() == "x = 1\nagent_config.pthrDelay = 100000\n"
+
+
+@pytest.mark.parametrize("text", [None, "agent_config.delay = 0\n"])
+def test_another_nixl_is_left_as_it_is(tmp_path, text) -> None:
+    module = tmp_path / "lib/python3.12/site-packages/nixl_cu12/_api.py"
+    module.parent.mkdir(parents=True)
+    if text is not None:
+        module.write_text(text)
+
+    assert not let_nixl_wait(tmp_path)
+    assert text is None or module.read_text() == text

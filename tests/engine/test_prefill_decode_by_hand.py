@@ -2,8 +2,8 @@
 
     PREFILL_DECODE_REQUESTS=50 .venv/bin/pytest -m engine -s tests/engine/test_prefill_decode_by_hand.py
 
-Engines with NixlConnector keep their cores busy while they are idle, so that three of them on two cores need
-about a minute for six requests. `test_prefill_decode.py` runs with two engines each time.
+Fifty requests of each of the six kinds take half an hour on two cores. `test_prefill_decode.py` runs with two
+engines each time.
 """
 
 from __future__ import annotations
@@ -117,6 +117,21 @@ class Stack(RolesFleet):
         await self.processes[name].wait_ready(planned.ready_url, timeout_s=300)
         await self.until_ready()
 
+    async def introduce_pairs(self) -> None:
+        """Let each pair move a prompt: the first connection of two agents can take longer than a request."""
+        text = texts_of(self.plan)
+        for other in WORKERS:
+            await self.drain(other, on=True)
+            async with asyncio.timeout(120):
+                attempt = 0
+                while True:
+                    body = greedy_chat(MODEL, text(f"without {other} {attempt}", 620))
+                    if "x-kvroute-prefill-worker" in (await self.ask(body)).headers:
+                        break
+                    attempt += 1
+            await self.drain(other, on=False)
+        await self.until_ready()
+
     async def until_ready(self) -> None:
         async with asyncio.timeout(60):
             while True:
@@ -176,6 +191,7 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as http:
             running = Stack(plan, processes, http)
             await running.until_ready()
+            await running.introduce_pairs()
             yield running
     finally:
         await asyncio.gather(*(each.stop() for each in processes.values() if each.running))

@@ -43,7 +43,9 @@ LOCK = ".kvroute-engine.lock"
 LOG = "install.log"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Not in the recipe: only workers with roles need it. Its requirements are the GPU build of PyTorch."""
-NIXL_MARKER = ".kvroute-nixl"
+NIXL_MARKER = ".kvroute-nixl-waits"
+_NIXL_POLLS, _NIXL_WAITS = "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 100000\n"
+"""Microseconds that its thread sleeps at most; a transfer wakes it sooner. vLLM 0.32 cannot set it."""
 STEP_TIMEOUT_S = 1800.0
 HEARTBEAT_S = 10.0
 # vLLM reads the version of the distribution "vllm" and selects the CPU platform when the version contains
@@ -122,7 +124,24 @@ async def install_nixl(
             return
         environ = separate_environment(os.environ if environ is None else environ)
         await _Steps(venv, environ, report, clock).add("installing NIXL (67 MB)", *NIXL)
+        if not let_nixl_wait(venv.path):
+            report("this NIXL polls: each engine keeps a core busy, also while it is idle")
         marker.touch()
+
+
+def let_nixl_wait(environment: Path) -> bool:
+    """Change the installed NIXL so that its thread waits for transfers, and does not poll without a pause.
+
+    With the polling of NIXL 1.5.1 two idle engines take all of two cores. False if NIXL has another form.
+    """
+    found = list(environment.glob("lib/python3*/site-packages/nixl_cu12/_api.py"))
+    for module in found:
+        text = module.read_text()
+        if _NIXL_WAITS not in text:
+            if text.count(_NIXL_POLLS) != 1:
+                return False
+            module.write_text(text.replace(_NIXL_POLLS, _NIXL_WAITS))
+    return bool(found)
 
 
 @dataclass(frozen=True, slots=True)
