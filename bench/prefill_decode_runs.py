@@ -10,6 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerRole, WorkerSpec
+from kvroute.routing.cost import ranking_of
 from kvroute.routing.cost_parameters import CostOptions
 from kvroute.routing.prefill_decode import Choice, HandoverDispatch, PrefillDecodeOptions, choose
 from kvroute.routing.registry import RoutingOptions
@@ -193,8 +194,8 @@ class Roles:
             return decision
         choice: Choice = choose(
             query.tokens,
-            strategy.rank(query, view.sides.prefill).ranking,
-            decision.ranking,
+            ranking_of(strategy.rank(query, view.sides.prefill).ranking),
+            ranking_of(decision.ranking),
             router.pairs.links,
             router.costs("model"),
             _ALL,

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, Raw
 
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
@@ -21,6 +22,7 @@ from kvroute.openai.kv_transfer import (
     check_params,
     release_leg,
 )
+from kvroute.openai.prefix_cache import SeenBodies
 from kvroute.openai.request import parse_request
 from kvroute.openai.rewriting import isolated
 
@@ -92,26 +94,49 @@ def test_only_the_second_leg_asks_for_logprobs(path, body) -> None:
     assert {name: second[name] for name in body} == body
 
 
-def test_other_bytes_stay_as_they_came() -> None:
-    body = b'{ "messages" : [ {"role":"user","content":"\\u00e9 \\"stream\\":1"} ],"stream" :true , "x":1.50}'
+def test_the_json_of_other_members_stays_as_it_came() -> None:
+    messages = b'[ {"role":"user","content":"\\u00e9 \\"stream\\":1"} ]'
+    body = b'{ "messages" : ' + messages + b',"\\u0073tream" :true , "x":1.50, "y":1, "y":{ } }'
     request = request_of(body)
 
     first = NixlPull().first_leg(body, request)
     second = NixlPull().second_leg(body, request, GIVEN)
 
-    assert first.startswith(body[:-1].replace(b'"stream" :true ,', b'"stream" :false ,'))
-    assert second == body[:-1] + b',"kv_transfer_params":' + GIVEN + b"}"
+    start = b'{"messages":' + messages
+    assert first.startswith(start + b',"stream":false,"x":1.50,"y":{ },')
+    assert second == start + b',"stream":true,"x":1.50,"y":{ },"kv_transfer_params":' + GIVEN + b"}"
 
 
-def test_a_large_body_gets_its_members_appended_and_the_last_one_counts() -> None:
+def test_a_body_that_is_not_decoded_gets_its_members_appended_and_the_last_one_counts() -> None:
     body = json.dumps({"prompt": "x" * 40_000, "max_tokens": 500, "stream": True}).encode()
     request = request_of(body, COMPLETIONS)
+    isolated_body = isolated(body, request, "space")
 
-    first = NixlPull().first_leg(body, request)
+    first = NixlPull().first_leg(isolated_body, request)
 
     assert first.startswith(body[:-1])
     assert json.loads(first)["max_tokens"] == 1
     assert json.loads(first)["stream"] is False
+
+
+def test_a_known_conversation_is_not_decoded_again() -> None:
+    """Its members are those of the part that is decoded, and the messages stay in the body."""
+    bodies = SeenBodies(seed=1, cut_bytes=512, min_bytes=1, block_bytes=1024)
+    turns = [{"role": "user", "content": f"{number} " * 200} for number in range(40)]
+    sent = {"messages": turns, "n": 2, "stream": True, "max_tokens": 9, "logprobs": True}
+    body = json.dumps(sent).encode()
+    for _ in range(3):
+        request = bodies.read(ENDPOINTS[CHAT], body)
+
+    first = json.loads(NixlPull().first_leg(body, request))
+
+    assert request.seen is not None
+    assert can_hand_over(request)
+    assert (first["n"], first["stream"], first["max_tokens"], first["logprobs"]) == (1, False, 1, None)
+    assert first["messages"] == turns
+    assert request._fields is None
+    sent["echo"] = True
+    assert not can_hand_over(bodies.read(ENDPOINTS[CHAT], json.dumps(sent).encode()))
 
 
 def test_members_of_lmcache_and_of_key_spaces_stay_in_both_legs() -> None:
@@ -137,20 +162,19 @@ def test_empty_parameters_of_a_client_are_replaced(present) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("params", "found"),
     [
-        (b'{"id":"a","choices":[],"kv_transfer_params":' + GIVEN + b',"usage":{}}', GIVEN),
-        (b'{"kv_transfer_params":null}', None),
-        (b'{"kv_transfer_params":{}}', None),
-        (b'{"kv_transfer_params":"x"}', None),
-        (b'{"choices":[{"kv_transfer_params":{"a":1}}]}', None),
+        (GIVEN, GIVEN),
+        (b"null", None),
         (b"{}", None),
-        (b"<html>", None),
-        (b"", None),
+        (b"{ }", None),
+        (b'"x"', None),
+        (b"[1]", None),
+        (None, None),
     ],
 )
-def test_the_parameters_of_an_answer_are_passed_on_byte_for_byte(answer, found) -> None:
-    assert NixlPull().params_in(answer) == found
+def test_the_parameters_of_an_answer_are_passed_on_byte_for_byte(params, found) -> None:
+    assert NixlPull().params_in(UNSET if params is None else Raw(params)) == found
 
 
 def test_a_released_second_leg_generates_one_token() -> None:
@@ -166,7 +190,7 @@ def test_a_shared_cache_needs_no_parameters() -> None:
     request, connector = request_of({"prompt": "x", "max_tokens": 9}, COMPLETIONS), SharedCache()
 
     assert json.loads(connector.first_leg(request.body, request))["max_tokens"] == 1
-    assert connector.params_in(b"{}") == b""
+    assert connector.params_in(UNSET) == b""
     assert connector.second_leg(request.body, request, b"") is request.body
     assert set(CONNECTORS) == {"nixl", "shared_cache"}
 
@@ -291,14 +315,13 @@ def test_other_answers_stay_the_same_object(answer) -> None:
 @pytest.mark.parametrize(
     ("answer", "tokens"),
     [
-        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":64,"remote_host":"h"},"usage":{}}', 64),
-        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":null}}', None),
-        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":-1}}', None),
-        (b'{"kv_transfer_params":{"remote_prefill_cached_tokens":"64"}}', None),
-        (b'{"kv_transfer_params":{}}', None),
-        (b'{"kv_transfer_params":null}', None),
+        (b'{"remote_prefill_cached_tokens":64,"remote_host":"h"}', 64),
+        (b'{"remote_prefill_cached_tokens":null}', None),
+        (b'{"remote_prefill_cached_tokens":-1}', None),
+        (b'{"remote_prefill_cached_tokens":"64"}', None),
+        (b"null", None),
         (b"{}", None),
-        (b"<html>", None),
+        (b"", None),
     ],
 )
 def test_the_prefill_workers_cached_tokens_are_among_the_parameters(answer, tokens) -> None:

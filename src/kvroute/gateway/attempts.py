@@ -153,11 +153,21 @@ class Attempts(Struct, eq=False):
         if deps.on_sent is not None:
             deps.on_sent(query, candidate)
 
-    def _send(self, candidate: Candidate, listener: AnswerListener, fresh: bool = False) -> None:
+    def _send(
+        self,
+        candidate: Candidate,
+        listener: AnswerListener,
+        fresh: bool = False,
+        body: bytes | None = None,
+        *,
+        is_leg: bool = False,
+    ) -> None:
+        """Send the request, with another `body` if it is given. `is_leg`: the answer is not streamed."""
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
-        body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
+        if body is None:
+            body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         transport = self._deps.transports.of(candidate.worker)
         try:
             head = transport.heads.encode(
@@ -165,7 +175,9 @@ class Attempts(Struct, eq=False):
             )
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
-        self.response = response = transport.submit(head, body, listener, fresh, plan.query.streamed)
+        self.response = response = transport.submit(
+            head, body, listener, fresh, plan.query.streamed and not is_leg
+        )
         if self._record.trace is not None and response.opening is not None:
             _trace_connect(self._record.trace, candidate.worker.id, response, self._deps.now)
 

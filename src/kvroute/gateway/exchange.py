@@ -133,7 +133,9 @@ class _Details(Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(Struct, gc=False):
+class AnswerUsage(Struct, gc=False):
+    """The `usage` of an answer, as engines write it."""
+
     prompt_tokens: int | None = None
     input_tokens: int | None = None
     completion_tokens: int | None = None
@@ -144,7 +146,7 @@ class _Usage(Struct, gc=False):
 
 
 class _Answer(Struct, gc=False):
-    usage: _Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 _new = tuple.__new__
@@ -180,8 +182,11 @@ def usage_of_whole(answer: bytes) -> Usage | None:
         usage = _decode_answer(answer).usage
     except UNREADABLE:
         return None
-    if usage is None:
-        return None
+    return None if usage is None else usage_of(usage)
+
+
+def usage_of(usage: AnswerUsage) -> Usage | None:
+    """The usage with the names of this gateway; None if it has no count of prompt tokens."""
     tokens, details = usage.prompt_tokens, usage.prompt_tokens_details
     if tokens is None:
         tokens, details = usage.input_tokens, usage.input_tokens_details

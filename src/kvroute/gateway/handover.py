@@ -17,14 +17,13 @@ keeps blocks. In other fleets no request comes here.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from msgspec import field
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType, field
 from msgspec.structs import replace
 
 from kvroute.errors import (
@@ -38,12 +37,12 @@ from kvroute.errors import (
 )
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Forwarding
-from kvroute.gateway.exchange import Attribution, Exchange, ExchangeDeps, usage_in, usage_of_whole
+from kvroute.gateway.exchange import AnswerUsage, Exchange, ExchangeDeps, usage_in, usage_of
 from kvroute.gateway.failures import InternalError
-from kvroute.gateway.journal import HandoverRecord, Record, Usage
+from kvroute.gateway.journal import HandoverRecord, Record, Trace, Usage
 from kvroute.gateway.planner import RequestPlan
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, cached_tokens_in, release_leg
-from kvroute.openai.request import InferenceRequest
 from kvroute.routing.prefill_decode import HandoverDispatch, PrefillDecodeOptions
 from kvroute.routing.strategy import Candidate, Handover, RouteDecision
 from kvroute.upstream.response import CHUNK, AnswerListener, UpstreamResponse
@@ -55,9 +54,9 @@ _NOT_SENT = (ConnectRefused, ConnectTimeout, NoResources, PoolExhausted)
 _GRACE_S = 0.1
 """A second leg is aborted this long after it was sent, at the earliest: vLLM tells the prefill worker to free
 the blocks only once the request has reached its handler."""
-_accept_encoding = re.compile(rb"(?im)^accept-encoding:[^\r]*\r\n").sub
 _RELEASE_S = 10.0
 """Time limit of a request whose only purpose is that the prefill worker frees its blocks."""
+_ENCODINGS = b"accept-encoding:"
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
 
 
@@ -69,6 +68,19 @@ class _Phase(Enum):
     """The second leg is in flight, and its answer has not begun."""
     REST = "rest"
     """One worker answers, with or without the blocks."""
+
+
+_NEW, _PREFILL, _DECODE, _REST = _Phase  # to look up an enum member in its class costs 80 ns each time
+
+
+class _LegAnswer(Struct, gc=False):
+    """The answer of a first leg."""
+
+    usage: AnswerUsage | None = None
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+_decode_leg = msgspec.json.Decoder(_LegAnswer).decode
 
 
 class _Listener(AnswerListener, Protocol):
@@ -84,61 +96,31 @@ class _Discard:
         response.take()
 
 
-class HandoverAttempts(Attempts):
-    """The attempts of a request with `RouteDecision.handover`. Mutable: see `Attempts`.
+class HandoverAttempts(Attempts, kw_only=True):
+    """The attempts of a request with `RouteDecision.handover`. Mutable: see `Attempts`."""
 
-    `self._plan` changes with each attempt: it has the body of that attempt.
-    """
-
-    # Fields of a subclass follow those with defaults.
-    _phase: _Phase = _Phase.NEW
+    _handover: Handover
+    _options: PrefillDecodeOptions
+    _connector: Connector
+    phase: _Phase = _NEW
     _params: bytes | None = None
     """Where the blocks are, from the first leg until the second one has begun or failed."""
     _accounts: HandoverDispatch | None = None
     _began: float = 0.0
     """When the current leg was sent."""
-    _parts: list[bytes] = field(default_factory=list)
-    """The answer of the first leg."""
     _timer: asyncio.TimerHandle | None = None
-    _bodies: tuple[InferenceRequest, bytes] | None = None
-    """The client's request, and the body of a whole request."""
     has_moved: bool = False
     """Whether the answer comes from a worker that has got the blocks."""
 
-    @property
-    def is_in_first_leg(self) -> bool:
-        return self._phase is _Phase.PREFILL
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether the answer to the second leg has not begun."""
-        return self._phase is _Phase.DECODE
-
-    @property
-    def _handover(self) -> Handover:
-        handover = self._plan.decision.handover
-        assert handover is not None
-        return handover
-
-    @property
-    def _options(self) -> PrefillDecodeOptions:
-        return self._deps.router.pairs.options
-
-    @property
-    def _connector(self) -> Connector:
-        return CONNECTORS[self._options.connector]
-
     def _send_to_next(self, listener: AnswerListener) -> None:
-        if self._phase is not _Phase.NEW:
+        if self.phase is not _NEW:
             Attempts._send_to_next(self, listener)
             return
         deps, plan, record, handover = self._deps, self._plan, self._record, self._handover
-        assert plan.request is not None
-        self._bodies = plan.request, plan.body
         answering = plan.decision.ranking[0]
         record.worker, record.attempts = answering.worker.spec.id, 1
         record.matched_tokens, record.held = answering.matched_tokens, answering.held
-        self._phase, self._began = _Phase.PREFILL, deps.now()
+        self.phase, self._began = _PREFILL, deps.now()
         record.handover = HandoverRecord(
             handover.prefill.worker.spec.id,
             handover.moved_tokens,
@@ -151,70 +133,95 @@ class HandoverAttempts(Attempts):
             deps.on_sent(plan.query, handover.prefill)
         self._start_timer(self._options.prefill_timeout_s, listener)
 
-    def _send(self, candidate: Candidate, listener: AnswerListener, fresh: bool = False) -> None:
-        plan = self._plan
-        assert self._bodies is not None
-        request, body = self._bodies
-        if plan.other_bodies is not None:
-            body = plan.other_bodies.get(candidate.worker.id, body)
-        query, fields, trace = plan.query, self._fields, self._record.trace
-        if self._phase is _Phase.PREFILL:
-            body, query = self._connector.first_leg(body, request), replace(query, streamed=False)
-            if trace is not None:  # `Tracer.begin` has named the other worker's span
-                self._fields = fields.replace(
-                    b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
-                )
-        elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
-            body = self._connector.second_leg(body, request, self._params)
-            self._began = self._deps.now()
+    def _send(
+        self,
+        candidate: Candidate,
+        listener: AnswerListener,
+        fresh: bool = False,
+        body: bytes | None = None,
+        *,
+        is_leg: bool = False,
+    ) -> None:
+        plan, params = self._plan, self._params
+        request = plan.request
+        assert request is not None
+        if body is None:
+            body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
+        if self.phase is _PREFILL:
+            body, is_leg = self._connector.first_leg(body, request), True
+            if self._record.trace is not None:
+                self._send_traced(candidate, listener, fresh, body, self._record.trace)
+                return
+        elif params is not None and candidate.worker is not self._handover.prefill.worker:
+            body = self._connector.second_leg(body, request, params)
+            self._began, query = self._deps.now(), plan.query
             assert self._record.handover is not None
             self._record.handover.moved_tokens = query.tokens - candidate.matched_tokens
             if query.streamed:  # the first byte of another answer comes with its end
                 self._start_timer(self._options.decode_timeout_s, listener)
-        self._plan = replace(plan, body=body, other_bodies=None, query=query)
-        try:
-            Attempts._send(self, candidate, listener, fresh)
-        finally:
-            self._plan, self._fields = plan, fields
+        Attempts._send(self, candidate, listener, fresh, body, is_leg=is_leg)
 
-    def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> bytes:
-        """Part of the first leg's answer has arrived, or its end. Returns the whole answer of a done leg."""
-        self._parts.append(response.take())
+    def _send_traced(
+        self, candidate: Candidate, listener: AnswerListener, fresh: bool, body: bytes, trace: Trace
+    ) -> None:
+        """Send a first leg below its own span: `Tracer.begin` has named the other worker's one."""
+        fields = self._fields
+        self._fields = fields.replace(
+            b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
+        )
+        try:
+            Attempts._send(self, candidate, listener, fresh, body, is_leg=True)
+        finally:
+            self._fields = fields
+
+    def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
+        """Part of the first leg's answer has arrived, or its end. Returns what a done leg reports."""
         if not response.is_over:
-            return b""
-        deps, prefill = self._deps, self._handover.prefill
-        error, status, answer = response.error, response.status, b"".join(self._parts)
-        self._parts.clear()
+            return None
+        deps, plan, connector = self._deps, self._plan, self._connector
+        prefill, error, status = self._handover.prefill, response.error, response.status
         if error is not None:
             if isinstance(error, ConnectionLost) and error.reused and self._may_retry("stale_connection"):
                 # The worker closed an idle connection while the request was sent: no failure of the worker.
                 self._send(prefill, listener, fresh=True)
-                return b""
+                return None
             self._report(prefill.worker, error)
             self._fall_back(error.cause, listener)
-            return b""
+            return None
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(prefill.worker, status)
-        params = self._connector.params_in(answer) if status == 200 else None
-        if params is None:
+        answer = params = None
+        if status == 200:
+            try:
+                answer = _decode_leg(response.take())
+            except UNREADABLE:
+                answer = _LegAnswer()
+            params = connector.params_in(answer.kv_transfer_params)
+        if answer is None or params is None:
             self._fall_back("no_blocks" if status == 200 else "status", listener)
-            return b""
+            return None
         self._send_second_leg(params, listener)
-        return answer
+        usage = None if answer.usage is None else usage_of(answer.usage)
+        if usage is None:
+            usage = Usage(plan.query.tokens, None)
+        if usage.cached_tokens is None and params:
+            return Usage(usage.prompt_tokens, cached_tokens_in(params), usage.completion_tokens)
+        return usage
 
     def _send_second_leg(self, params: bytes, listener: AnswerListener) -> None:
         deps, plan, record = self._deps, self._plan, self._record
         assert self._accounts is not None
         assert record.handover is not None
         now = deps.now()
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         self._accounts.prefill_done(now)
-        self._dispatch = self._accounts.decode
+        self._dispatch, self._accounts = self._accounts.decode, None
         record.handover.prefilled = now
         record.handover.prefill_s = spent_s = now - self._began
         deps.metrics.handover_prefill.labels(record.handover.prefill_worker).observe(spent_s)
         candidate = self.candidate = plan.decision.ranking[0]
-        self._phase, self._params = _Phase.DECODE, params
+        self.phase, self._params = _DECODE, params
         self._send(candidate, listener)
         if deps.on_sent is not None:
             deps.on_sent(plan.query, candidate)
@@ -224,8 +231,9 @@ class HandoverAttempts(Attempts):
         deps, plan, record = self._deps, self._plan, self._record
         assert self.candidate is not None
         assert record.handover is not None
-        self._stop_timer()
-        self._phase, self._params = _Phase.REST, None
+        if self._timer is not None:
+            self._stop_timer()
+        self.phase, self._params = _REST, None
         record.handover.moved, self.has_moved = now, has_moved
         if not has_moved:
             return
@@ -243,7 +251,7 @@ class HandoverAttempts(Attempts):
 
     def retry_after_failure(self, listener: AnswerListener) -> None:
         """See `Attempts`. A second leg that a worker has not seen keeps its blocks for the next worker."""
-        if self._phase is _Phase.DECODE:
+        if self.phase is _DECODE:
             assert self.response is not None
             error = self.response.error
             if not (isinstance(error, ConnectionLost) and error.reused):
@@ -252,10 +260,10 @@ class HandoverAttempts(Attempts):
                 self._note(error.cause)
                 if not isinstance(error, _NOT_SENT):
                     self._free_blocks()
-                    self._phase = _Phase.REST
+                    self.phase = _REST
                 elif len(self._others()) == 0:
                     self._deps.metrics.handover_blocks_kept.inc()
-                    self._phase, self._params = _Phase.REST, None
+                    self.phase, self._params = _REST, None
         Attempts.retry_after_failure(self, listener)
 
     def retry_without_blocks(self, listener: AnswerListener) -> bool:
@@ -272,10 +280,10 @@ class HandoverAttempts(Attempts):
         """The leg in flight took too long. Raises WorkerTimeout if no retry is possible."""
         self._timer = None
         deps = self._deps
-        if self._phase is _Phase.PREFILL:
+        if self.phase is _PREFILL:
             deps.health.report_failure(self._handover.prefill.worker, "prefill_timeout")
             self._fall_back("prefill_timeout", listener)
-        elif self._phase is _Phase.DECODE:
+        elif self.phase is _DECODE:
             assert self.candidate is not None
             worker = self.candidate.worker
             deps.health.report_failure(worker, "decode_timeout")
@@ -287,7 +295,7 @@ class HandoverAttempts(Attempts):
         """See `Attempts`. Blocks of a second leg that no worker has seen are freed."""
         self._stop_timer()
         response = self.response
-        if self._phase is _Phase.DECODE and response is not None and not response.is_over:
+        if self.phase is _DECODE and response is not None and not response.is_over:
             if response.connection is None:  # it was never sent
                 response.abort()
                 self._free_blocks(also=self.candidate)
@@ -304,7 +312,7 @@ class HandoverAttempts(Attempts):
         self._note(cause)
         self._order(whole_first=whole_first)
         self.release(self._deps.now())
-        self._phase, self._params = _Phase.REST, None
+        self.phase, self._params = _REST, None
         self._send_to_next(listener)
 
     def _note(self, cause: str) -> None:
@@ -351,12 +359,12 @@ class HandoverAttempts(Attempts):
         if not usable:
             deps.metrics.handover_blocks_kept.inc()
             return
-        assert self._bodies is not None
-        request, body = self._bodies
-        body = release_leg(connector, body, request, params)
-        transport = deps.transports.of(usable[0].worker)
+        plan, worker = self._plan, usable[0].worker
+        assert plan.request is not None
+        body = release_leg(connector, plan.body_for(worker.id), plan.request, params)
+        transport = deps.transports.of(worker)
         head = transport.heads.encode(
-            self._plan.method, self._plan.target, self._fields, self._record.request_id, len(body)
+            plan.method, plan.target, self._fields, self._record.request_id, len(body)
         )
         response = transport.submit(head, body, _Discard())
         asyncio.get_running_loop().call_later(_RELEASE_S, response.abort)
@@ -377,9 +385,14 @@ class WithoutParams(Forwarding):
     """Passes an answer on to a client without its `kv_transfer_params`. Mutable: the mask's state."""
 
     _mask: ParamsMask = field(default_factory=ParamsMask)
+    lines: bytes = b""
+    """Further header lines."""
+
+    def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
+        self._client.start_relayed(status, fields + self.lines, is_sized=is_sized)
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self._client.answer(status, fields, self._mask.blanked(body), is_sized)
+        self._client.answer(status, fields + self.lines, self._mask.blanked(body), is_sized)
 
     def write(self, chunk: bytes) -> None:
         self._client.write(self._mask.blanked(chunk))
@@ -412,11 +425,30 @@ def exchange_with_roles(
 ) -> Exchange:
     """The exchange of a request in a fleet with roles, handed over or not."""
     screened = WithoutParams(client)
-    fields = _accept_encoding(b"", fields)  # in a compressed answer they could be neither read nor hidden
+    fields = _without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
     if plan.decision.handover is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
-    legs = HandoverAttempts(deps.attempts, plan, record, fields)
+    options = deps.attempts.router.pairs.options
+    legs = HandoverAttempts(
+        deps.attempts,
+        plan,
+        record,
+        fields,
+        _handover=plan.decision.handover,
+        _options=options,
+        _connector=CONNECTORS[options.connector],
+    )
     return HandoverExchange(deps, plan, record, legs, screened, on_end)
+
+
+def _without_encodings(fields: bytes) -> bytes:
+    """The header lines without those of Accept-Encoding."""
+    while True:
+        lower = fields.lower()
+        at = 0 if lower.startswith(_ENCODINGS) else lower.find(b"\r\n" + _ENCODINGS) + 2
+        if at == 1:
+            return fields
+        fields = fields[:at] + fields[fields.index(b"\r\n", at) + 2 :]
 
 
 class HandoverExchange(Exchange):
@@ -425,26 +457,37 @@ class HandoverExchange(Exchange):
     def answer_arrived(self, response: UpstreamResponse) -> None:
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
-        if not attempts.is_in_first_leg:
+        if attempts.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
-        elif response is attempts.response:
-            self._run(lambda: self._first_leg_arrived(attempts, response))
+        elif response is attempts.response and response.is_over:
+            try:
+                self._first_leg_arrived(attempts, response)
+            except GatewayError as error:
+                self._fail(error)
+            except Exception:
+                # A defect must end this exchange only, and release its reservations.
+                log.exception("an exchange failed")
+                self._fail(InternalError("Internal error."))
 
     def timed_out(self) -> None:
         """A leg took too long."""
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
-        self._run(lambda: attempts.timed_out(self))
+        try:
+            attempts.timed_out(self)
+        except GatewayError as error:
+            self._fail(error)
+        except Exception:
+            # A defect must end this exchange only, and release its reservations.
+            log.exception("an exchange failed")
+            self._fail(InternalError("Internal error."))
 
     def _first_leg_arrived(self, attempts: HandoverAttempts, response: UpstreamResponse) -> None:
-        answer = attempts.first_leg_arrived(response, self)
+        usage = attempts.first_leg_arrived(response, self)
         plan, record = self._plan, self._record.handover
         handover = plan.decision.handover
-        if not answer or record is None or handover is None:
+        if usage is None or record is None or handover is None:
             return
-        usage = usage_of_whole(answer) or Usage(plan.query.tokens, None)
-        if usage.cached_tokens is None:
-            usage = usage._replace(cached_tokens=cached_tokens_in(answer))
         record.cached_tokens = cached = usage.cached_tokens
         computed = plan.query.tokens - (record.matched_tokens if cached is None else cached)
         self._deps.metrics.handover_computed.labels(record.prefill_worker).inc(max(0, computed))
@@ -453,14 +496,17 @@ class HandoverExchange(Exchange):
     def _start_answer(self, response: UpstreamResponse) -> None:
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
-        if attempts.is_moving:
+        if attempts.phase is _DECODE:
             has_failed = _is_failed_transfer(response)
             if has_failed and attempts.retry_without_blocks(self):
                 return
             attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
             if attempts.has_moved:
                 self._deps.audit.audit.handed_over(self._record.worker, self._moved_tokens)
-            self._deps = dataclasses.replace(self._deps, attribution=_BothWorkers(self._record.handover))
+            client, record = self._client, self._record.handover
+            assert isinstance(client, WithoutParams)
+            assert record is not None
+            client.lines = _lines(record)
         Exchange._start_answer(self, response)
 
     @property
@@ -477,20 +523,9 @@ class HandoverExchange(Exchange):
         usage = usage_in(before_last, last)
         if usage is not None:
             # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
-            self._record.usage = usage._replace(cached_tokens=None)
+            self._record.usage = Usage(usage.prompt_tokens, None, usage.completion_tokens)
             deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
             deps.audit.fetched(plan, candidate, self._moved_tokens)
-
-    def _run(self, step: Callable[[], object]) -> None:
-        """Run a step of the attempts; its error ends the exchange."""
-        try:
-            step()
-        except GatewayError as error:
-            self._fail(error)
-        except Exception:
-            # A defect must end this exchange only, and release its reservations.
-            log.exception("an exchange failed")
-            self._fail(InternalError("Internal error."))
 
 
 def _is_failed_transfer(response: UpstreamResponse) -> bool:
@@ -499,27 +534,17 @@ def _is_failed_transfer(response: UpstreamResponse) -> bool:
     return bool(response.parts) and response.parts[0].startswith(_ERROR_EVENTS)
 
 
-class _BothWorkers(Attribution):
-    """The `x-kvroute-*` lines of an answer, with the prefill worker."""
-
-    def __init__(self, handover: HandoverRecord | None) -> None:
-        super().__init__()
-        self._handover = handover
-
-    def lines(self, candidate: Candidate, decision: RouteDecision) -> bytes:
-        own, handover = super().lines(candidate, decision), self._handover
-        if handover is None:
-            return own
-        lines = (
-            b"%bx-kvroute-prefill-worker: %b\r\nx-kvroute-prefill-hit-tokens: %d\r\n"
-            b"x-kvroute-moved-tokens: %d\r\nx-kvroute-prefill-ms: %d\r\n"
-        ) % (
-            own,
-            handover.prefill_worker.encode(),
-            handover.matched_tokens,
-            handover.moved_tokens,
-            round(1000 * (handover.prefill_s or 0.0)),
-        )
-        if handover.transfer_s is None:
-            return lines
-        return b"%bx-kvroute-transfer-ms: %d\r\n" % (lines, round(1000 * handover.transfer_s))
+def _lines(handover: HandoverRecord) -> bytes:
+    """The `x-kvroute-*` lines of an answer that tell of the first leg."""
+    lines = (
+        b"x-kvroute-prefill-worker: %b\r\nx-kvroute-prefill-hit-tokens: %d\r\n"
+        b"x-kvroute-moved-tokens: %d\r\nx-kvroute-prefill-ms: %d\r\n"
+    ) % (
+        handover.prefill_worker.encode(),
+        handover.matched_tokens,
+        handover.moved_tokens,
+        round(1000 * (handover.prefill_s or 0.0)),
+    )
+    if handover.transfer_s is None:
+        return lines
+    return b"%bx-kvroute-transfer-ms: %d\r\n" % (lines, round(1000 * handover.transfer_s))

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 import httpx
 from msgspec import Struct
-from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys
@@ -212,9 +211,8 @@ class Planner:
             space = CacheSpace(model, self._isolation.salt(request, model))
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(model, salt)
-        query = self._query(request, space, now, prompts, session, prepared)
-        if has_roles and self.hands_over and len(prompts) == 1 and can_hand_over(request):
-            query = replace(query, hands_over=True)
+        can_move = has_roles and self.hands_over and len(prompts) == 1 and can_hand_over(request)
+        query = self._query(request, space, now, prompts, session, prepared, can_move)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -318,6 +316,7 @@ class Planner:
         prompts: Sequence[AnyPrompt],
         session: str | None,
         prepared: Prepared | None,
+        can_move: bool,
     ) -> RouteQuery:
         exact: tuple[ExactPrompt, ...] = ()
         if prepared is not None and len(prepared.prompts) == len(prompts):
@@ -339,7 +338,16 @@ class Planner:
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
         return RouteQuery(
-            space.model, now, tuple(keys), tokens, session, request.stream, fingerprint, exact, inexact
+            space.model,
+            now,
+            tuple(keys),
+            tokens,
+            session,
+            request.stream,
+            fingerprint,
+            exact,
+            inexact,
+            can_move,
         )
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import ClassVar, Final, Protocol
 
 import msgspec
@@ -23,39 +25,41 @@ from kvroute.errors import InvalidRequest
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import BodyKind
 from kvroute.openai.request import InferenceRequest
-from kvroute.openai.rewriting import TopLevelMember, with_members
 
 PARAMS: Final = "kv_transfer_params"
 _XARGS: Final = "vllm_xargs"
 _ALLOWED_PREFIX: Final = "lmcache."
-_PARAMS_MEMBER: Final = TopLevelMember(PARAMS)
-_REPLACED: Final = {
-    name: TopLevelMember(name)
-    for name in (
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "n",
-        "stream",
-        "stream_options",
-        "min_tokens",
-        "store",
-        "logprobs",
-        "top_logprobs",
-    )
+_LEG_MEMBERS: Final = {
+    "max_completion_tokens": b"1",  # it counts before `max_tokens`, also for /invocations
+    "n": b"1",
+    "stream_options": b"null",
+    "min_tokens": b"0",
+    # Nobody sees this token. An engine's first request with logprobs compiles a kernel, and all other
+    # requests wait meanwhile (vLLM 0.32, v1/sample/ops/logprobs.py): a prefill worker never needs it.
+    "logprobs": b"null",
+    "top_logprobs": b"null",
 }
-_SEARCHED_BYTES: Final = 32_768
-"""In larger bodies members are appended, not replaced: to find each one costs a decoding of the body."""
-_FORBIDDING: Final = (
-    "prompt_logprobs",
-    "echo",
-    "use_beam_search",
-    "previous_response_id",
-    "background",
-    "prompt_embeds",
+"""What the first leg has in place of these members of the client, if they are present."""
+_FORBIDDING: Final = frozenset(
+    (
+        "prompt_logprobs",
+        "echo",
+        "use_beam_search",
+        "previous_response_id",
+        "background",
+        "prompt_embeds",
+    )
 )
 """Members with which the engine does not read its cache, or needs state that only one worker has."""
 _FALSE: Final = (b"null", b"false")
+_DECODED_BYTES: Final = 32_768
+"""A larger body that is not decoded yet gets members appended, not replaced."""
+_BLANK: Final = b" \t\r\n"
+_FIRST_PARAMS: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_JSON = BodyKind.JSON  # to look up an enum member in its class costs 80 ns each time
 _KEY: Final = b'"%b"' % PARAMS.encode()
 _opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
@@ -64,42 +68,38 @@ _TAIL_BYTES: Final = 64
 """Enough for the name of the member with white space up to its value."""
 _EVENT_END: Final = b"\n\n"
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
+_encode = msgspec.json.encode
 
 
-class _Answer(Struct, gc=False):
+class _Body(Struct, gc=False):
     kv_transfer_params: Raw | UnsetType = UNSET
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_body = msgspec.json.Decoder(_Body).decode
 
 
 class _Kept(Struct, gc=False):
     remote_prefill_cached_tokens: int | None = None
 
 
-class _KeptAnswer(Struct, gc=False):
-    kv_transfer_params: _Kept | None = None
+_decode_kept = msgspec.json.Decoder(_Kept).decode
 
 
-_decode_kept = msgspec.json.Decoder(_KeptAnswer).decode
-
-
-def cached_tokens_in(answer: bytes) -> int | None:
+def cached_tokens_in(params: bytes) -> int | None:
     """The cached tokens that a first leg's parameters report; None if they report none.
 
     vLLM reports them there since 0.32, also without --enable-prompt-tokens-details.
     """
     try:
-        kept = _decode_kept(answer).kv_transfer_params
+        tokens = _decode_kept(params).remote_prefill_cached_tokens
     except UNREADABLE:
         return None
-    tokens = None if kept is None else kept.remote_prefill_cached_tokens
     return tokens if tokens is None or tokens >= 0 else None
 
 
 def check_params(request: InferenceRequest) -> None:
     """Raise InvalidRequest if the client's `kv_transfer_params` have other members than LMCache's."""
-    xargs = (request.fields or {}).get(_XARGS)
+    xargs = request.members.get(_XARGS)
     if xargs is not None and PARAMS in _members_of(xargs):
         # vLLM (0.32) copies these members to the engine's own arguments, whatever their type.
         raise InvalidRequest(f"`{_XARGS}.{PARAMS}` is set by this gateway.", param=f"{_XARGS}.{PARAMS}")
@@ -197,12 +197,15 @@ class ParamsMask:
 
 def can_hand_over(request: InferenceRequest) -> bool:
     """Whether the request's KV can be computed by one worker and used by another one."""
-    if not request.endpoint.limits or request.over or request.endpoint.body is not BodyKind.JSON:
+    endpoint = request.endpoint
+    if not endpoint.limits or request.over or endpoint.body is not _JSON:
         return False
-    fields = request.fields
-    if fields is None or not ("messages" in fields or "prompt" in fields or request.endpoint.stores_response):
+    members = request.members
+    if not ("messages" in members or "prompt" in members or (members and endpoint.stores_response)):
         return False
-    return all(name not in fields or bytes(fields[name]) in _FALSE for name in _FORBIDDING)
+    return members.keys().isdisjoint(_FORBIDDING) or all(
+        bytes(members[name]) in _FALSE for name in _FORBIDDING & members.keys()
+    )
 
 
 class Connector(Protocol):
@@ -218,8 +221,8 @@ class Connector(Protocol):
         """The body for the prefill worker, made from `body`, that of a whole request."""
         ...
 
-    def params_in(self, answer: bytes) -> bytes | None:
-        """What `second_leg` needs from the first leg's answer; None if the answer lacks it."""
+    def params_in(self, params: Raw | UnsetType) -> bytes | None:
+        """What `second_leg` needs from the first leg's answer, which has `params`; None if they lack it."""
         ...
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
@@ -235,25 +238,15 @@ class NixlPull:
     needs_params: ClassVar[bool] = True
 
     def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
-        members = _one_token(request)
-        members[_PARAMS_MEMBER] = _merged(
-            body,
-            request,
-            b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-            b'"remote_block_ids":null,"remote_host":null,"remote_port":null}',
-        )
-        return _with(body, request, members)
+        return _with(body, request, {**_one_token(request), PARAMS: _merged(body, request, _FIRST_PARAMS)})
 
-    def params_in(self, answer: bytes) -> bytes | None:
-        try:
-            params = _decode_answer(answer).kv_transfer_params
-            # The object is passed on whole and unread: it has more members in each release.
-            return bytes(params) if params is not UNSET and _decode_params(params) else None
-        except UNREADABLE:
-            return None
+    def params_in(self, params: Raw | UnsetType) -> bytes | None:
+        # The object is passed on whole and unread: it has more members in each release.
+        text = b"" if params is UNSET else bytes(params)
+        return text if _has_members(text) else None
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
-        return _with(body, request, {_PARAMS_MEMBER: _merged(body, request, params)})
+        return _with(body, request, {PARAMS: _merged(body, request, params)})
 
 
 class SharedCache:
@@ -267,7 +260,7 @@ class SharedCache:
     def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
         return _with(body, request, _one_token(request))
 
-    def params_in(self, answer: bytes) -> bytes | None:
+    def params_in(self, params: Raw | UnsetType) -> bytes | None:
         return b""
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
@@ -279,58 +272,61 @@ CONNECTORS: Final[dict[str, Connector]] = {each.name: each for each in (NixlPull
 
 def release_leg(connector: Connector, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
     """The body of a second leg whose only purpose is that the prefill worker frees its blocks: one token."""
-    return _with(connector.second_leg(body, request, params), request, _one_token(request))
+    members = dict(_one_token(request))
+    if connector.needs_params:
+        members[PARAMS] = _merged(body, request, params)
+    return _with(body, request, members)
 
 
-def _one_token(request: InferenceRequest) -> dict[TopLevelMember, bytes]:
-    """The members of a first leg: one token, not streamed, one answer.
-
-    With `n` above 1 vLLM (0.32) keeps the blocks of the other answers until their lease ends.
-    """
-    fields = request.fields or {}
-    members = {_REPLACED[name]: b"1" for name in request.endpoint.limits}
-    members[_REPLACED["stream"]] = b"false"
-    if "max_completion_tokens" in fields:  # it counts before `max_tokens`, also for /invocations
-        members[_REPLACED["max_completion_tokens"]] = b"1"
-    if "n" in fields:
-        members[_REPLACED["n"]] = b"1"
-    if "stream_options" in fields:
-        members[_REPLACED["stream_options"]] = b"null"
-    if "min_tokens" in fields:
-        members[_REPLACED["min_tokens"]] = b"0"
-    for name in ("logprobs", "top_logprobs"):
-        # Nobody sees this token. An engine's first request with logprobs compiles a kernel, and all other
-        # requests wait meanwhile (vLLM 0.32, v1/sample/ops/logprobs.py): a prefill worker never needs it.
-        if name in fields:
-            members[_REPLACED[name]] = b"null"
-    if request.endpoint.stores_response:
-        members[_REPLACED["store"]] = b"false"
-    return members
+def _one_token(request: InferenceRequest) -> Mapping[str, Raw]:
+    """The members of a first leg: one token, not streamed, one answer."""
+    endpoint = request.endpoint
+    present = request.members.keys() & _LEG_MEMBERS.keys()
+    return _leg_members(endpoint.limits, endpoint.stores_response, frozenset(present))
 
 
-def _with(body: bytes, request: InferenceRequest, members: dict[TopLevelMember, bytes]) -> bytes:
-    there: dict[TopLevelMember, Raw | None] = {}
-    if len(body) <= _SEARCHED_BYTES:
-        fields = request.fields or {}
-        there = {member: fields.get(member.name) for member in members if member is not _PARAMS_MEMBER}
-        there[_PARAMS_MEMBER] = _params_of(body, request)
-    return with_members(body, there, members)
+@lru_cache(maxsize=256)
+def _leg_members(
+    limits: tuple[str, ...], stores_response: bool, present: frozenset[str]
+) -> Mapping[str, Raw]:
+    # With `n` above 1 vLLM (0.32) keeps the blocks of the other answers until their lease ends.
+    members = {name: _LEG_MEMBERS[name] for name in sorted(present)}
+    members |= dict.fromkeys(limits, b"1")
+    members["stream"] = b"false"
+    if stores_response:
+        members["store"] = b"false"
+    return MappingProxyType({name: Raw(value) for name, value in members.items()})
 
 
-def _params_of(body: bytes, request: InferenceRequest) -> Raw | None:
-    """The `kv_transfer_params` in `body`: the client's, and those of its key space (`openai.rewriting`)."""
+def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) -> bytes:
+    """`body`, an object, with these members. The JSON of all others stays, but not the space between them."""
+    known: Mapping[str, Raw] | None = None
     if body is request.body:
-        return request.kv_transfer_params
-    try:
-        params = _decode_answer(body).kv_transfer_params
-    except UNREADABLE:
-        return None
-    return None if params is UNSET else params
+        known = None if request.outline else request.members
+    elif len(body) <= _DECODED_BYTES:
+        known = _decode_params(body)
+    if known is not None:
+        return _encode({**known, **members})
+    # To replace members would cost a decoding of the body. Of several members with one name the last one
+    # counts, for Python's json (and so for vLLM) and msgspec.
+    end = len(body.rstrip(_BLANK)) - 1
+    view = memoryview(body)
+    return b"".join([view[:end], b",", _encode(members)[1:-1], view[end:]])
 
 
-def _merged(body: bytes, request: InferenceRequest, params: bytes) -> bytes:
-    """`params` with the members that `body` already has."""
-    present = _params_of(body, request)
-    if present is None or not _decode_params(present if bytes(present) != b"null" else b"{}"):
-        return params
-    return b"%b,%b" % (bytes(present).rstrip()[:-1], params.lstrip()[1:])
+def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
+    """`params` with the members that `body` already has: the client's, and those of its key space."""
+    present: Raw | UnsetType | None = request.kv_transfer_params
+    if body is not request.body:  # see `openai.rewriting.isolated`
+        try:
+            present = _decode_body(body).kv_transfer_params
+        except UNREADABLE:
+            present = None
+    if present is None or present is UNSET or not _has_members(bytes(present)):
+        return Raw(params)
+    return Raw(b"%b,%b" % (bytes(present).rstrip()[:-1], params.lstrip()[1:]))
+
+
+def _has_members(text: bytes) -> bool:
+    """Whether the valid JSON is an object that is not empty."""
+    return text.startswith(b"{") and text[1:].lstrip(_BLANK) != b"}"

@@ -125,12 +125,12 @@ class SeenBodies:
         rest = self._decode_rest(body, base.opened, base.end)
         if rest is None:
             return None
-        decoded, messages = rest
+        decoded, messages, outline = rest
         if b"".join(head_of(decoded)) != base.head:
             return None
         self._check_count(base.messages + len(messages))
         request, tail = _request_and_tail(endpoint, body, decoded, base, rendered(messages, self._bounded))
-        request.seen = SeenPrompt(body, base, tail)
+        request.seen, request.outline = SeenPrompt(body, base, tail), outline
         return request
 
     def _learn(self, endpoint: Endpoint, body: bytes, digests: list[int]) -> InferenceRequest | None:
@@ -163,7 +163,7 @@ class SeenBodies:
         rest = self._decode_rest(body, opened, end) if found else None
         if rest is None:
             return None
-        decoded, messages = rest
+        decoded, messages, outline = rest
         head = b"".join(head_of(decoded))
         if base is None:
             base = PromptPrefix(opened, opened, head, head)
@@ -178,7 +178,7 @@ class SeenBodies:
         cut = size - size % self._cut_bytes
         grown = PromptPrefix(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
         self._store(digest, grown)
-        request.seen = SeenPrompt(body, base, tail, grown)
+        request.seen, request.outline = SeenPrompt(body, base, tail, grown), outline
         return request
 
     def _complete_messages(
@@ -207,8 +207,10 @@ class SeenBodies:
                 return found, end
         return [], 0
 
-    def _decode_rest(self, body: bytes, opened: int, end: int) -> tuple[Body, list[Message]] | None:
-        """Decode the body without its messages before `end`; return it and the later messages.
+    def _decode_rest(self, body: bytes, opened: int, end: int) -> tuple[Body, list[Message], bytes] | None:
+        """Decode the body without its messages before `end`.
+
+        Returns it, the later messages, and the bytes that were decoded.
 
         None if the messages before `end` are less than half of the body, or if the rest is not valid without
         them.
@@ -216,15 +218,16 @@ class SeenBodies:
         if end - opened < len(body) // 2:
             return None
         view = memoryview(body)
+        outline = b"".join([view[:opened], self._placeholder, view[end:]])
         try:
-            decoded = self._bounded.body(b"".join([view[:opened], self._placeholder, view[end:]]))
+            decoded = self._bounded.body(outline)
         except UNREADABLE:
             return None
         messages = decoded.messages
         # Otherwise the placeholder is in another field, or the body has `messages` twice.
         if messages is UNSET or not messages or messages[0].role != self._placeholder_role:
             return None
-        return decoded, messages[1:]
+        return decoded, messages[1:], outline
 
     def _check_count(self, messages: int) -> None:
         if messages > self._bounded.limits.max_messages:

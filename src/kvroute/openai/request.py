@@ -143,7 +143,10 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """Decodes parts of a body that is not small."""
     tenant: str = ""
     """Whose key space the request gets (`server.isolation`); "" without isolation."""
+    outline: bytes = b""
+    """The body without most of its messages, if its prefix is known. Its other members are complete."""
     _fields: Mapping[str, Raw] | None = None
+    _members: Mapping[str, Raw] | None = None
 
     @property
     def messages(self) -> Sequence[Message] | None:
@@ -165,6 +168,18 @@ class InferenceRequest(Struct, eq=False, gc=False):
             except UNREADABLE:  # the error is in a field that was skipped before
                 self.is_read = False
         return self._fields
+
+    @property
+    def members(self) -> Mapping[str, Raw]:
+        """The raw JSON of each top-level field, but `messages` may have another value.
+
+        Empty if the body could not be parsed. Costs a decoding of the part of the body that is not known yet.
+        """
+        members = self._members
+        if members is None:
+            members = _decode_fields(self.outline) if self.outline else self.fields or {}
+            self._members = members
+        return members
 
     def text(self, path: str) -> str | None:
         """The string at a dotted path of the body (`metadata.session_id`); None if there is none.

@@ -54,6 +54,9 @@ def matched_tokens(
     return totals
 
 
+_ONE_PLACE = (0,)
+
+
 class Ranking(Sequence[Candidate]):
     """The result of `CostModel.rank`: candidates, best first; the second and later ones ordered by cost.
 
@@ -74,12 +77,42 @@ class Ranking(Sequence[Candidate]):
     first_place: int
     """The position of the first candidate's worker in the ranked workers."""
     _ranked: tuple[
-        Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[CandidateMatch] | None, int
+        Sequence[Worker],
+        Sequence[Row],
+        Sequence[int] | None,
+        Sequence[CandidateMatch] | None,
+        int,
+        Sequence[WorkerLoad],
     ]
-    """The workers; in their order the rows, matched tokens and matches; the position of the cheapest worker.
-    Never changes."""
+    """The workers; in their order the rows, matched tokens and matches; the position of the cheapest worker;
+    the loads. Never changes."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
+
+    def columns(self) -> tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[WorkerLoad]]:
+        """The ranked workers, in the order of the view; in their order the rows, matched tokens and loads.
+
+        For a caller that needs the costs of all workers and the candidates of few (`candidate`, `places`).
+        """
+        workers, rows, matched, _, _, queues = self._ranked
+        return workers, rows, matched, queues
+
+    def places(self) -> Sequence[int]:
+        """The positions of the ranked workers in `columns`, best first."""
+        rows = self._ranked[1]
+        if len(rows) == 1:
+            return _ONE_PLACE
+        order = sorted(range(len(rows)), key=lambda place: rows[place][0])
+        for leader in (self._ranked[4], self.first_place):
+            order.remove(leader)
+            order.insert(0, leader)
+        return order
+
+    def candidate(self, place: int) -> Candidate:
+        """The candidate whose worker is at this position of `columns`."""
+        if place == self.first_place:
+            return self[0]
+        return self._candidate(place) if self._all is None else self._all[self.places().index(place)]
 
     def put_first(self, worker: Worker) -> None:
         """Move `worker` to the first place; the others keep their order."""
@@ -119,16 +152,11 @@ class Ranking(Sequence[Candidate]):
 
     def _in_full(self) -> list[Candidate]:
         if self._all is None:
-            rows, cheapest = self._ranked[1], self._ranked[4]
-            order = sorted(range(len(rows)), key=lambda place: rows[place][0])
-            for leader in (cheapest, self.first_place):
-                order.remove(leader)
-                order.insert(0, leader)
-            self._all = [self[0], *map(self._candidate, order[1:])]
+            self._all = [self[0], *map(self._candidate, self.places()[1:])]
         return self._all
 
     def _candidate(self, place: int) -> Candidate:
-        workers, rows, matched, where, _ = self._ranked
+        workers, rows, matched, where, _, _ = self._ranked
         row = rows[place]
         return Candidate(
             workers[place],
@@ -138,6 +166,40 @@ class Ranking(Sequence[Candidate]):
             row,
             where[place] if where else None,
         )
+
+
+class _Listed(Ranking):
+    """Candidates that a strategy has ordered itself."""
+
+    __slots__ = ()
+
+    def places(self) -> Sequence[int]:
+        places = list(range(len(self)))
+        places.insert(0, places.pop(self.first_place))
+        return places
+
+
+def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
+    """The same candidates, at least one, in the same order, as a `Ranking`."""
+    if isinstance(candidates, Ranking):
+        return candidates
+    rows: list[Row] = []
+    for each in candidates:
+        terms = each.terms
+        own = each.score, terms.prefill, terms.wait, terms.marginal, terms.decode
+        rows.append((*own, terms.load, terms.memory, terms.eviction, terms.ramp))
+    held = [each.held for each in candidates if each.held is not None]
+    ranking = _Listed()
+    ranking._ranked = (
+        [each.worker for each in candidates],
+        rows,
+        [each.matched_tokens for each in candidates],
+        held if len(held) == len(rows) else None,
+        0,
+        [each.queue for each in candidates],
+    )
+    ranking.first_place, ranking._made_first, ranking._all = 0, candidates[0], list(candidates)
+    return ranking
 
 
 RESIDENCE_S = 5.0
@@ -392,7 +454,7 @@ class CostModel:
         row = rows[first]
         # A constructor in Python would cost more than these assignments.
         ranking = Ranking()
-        ranking._ranked = workers, rows, matched_tokens, held_where, first
+        ranking._ranked = workers, rows, matched_tokens, held_where, first, queues
         ranking.first_place = first
         ranking._made_first = Candidate(
             workers[first],

@@ -34,35 +34,36 @@ they go to the side where they wait less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, overload
 
+from msgspec import Struct
 from pydantic import field_validator
 
 from kvroute.errors import NoRoutableWorker
-from kvroute.fleet.load import Reservation
-from kvroute.fleet.worker import FleetView, Sides
+from kvroute.fleet.load import Reservation, WorkerLoad
+from kvroute.fleet.worker import FleetView, Sides, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.openai.kv_transfer import CONNECTORS
 from kvroute.options import Options, Switch, option
-from kvroute.routing.cost import CostModel, Ranking, matched_tokens
+from kvroute.routing.cost import CostModel, Ranking, matched_tokens, ranking_of
 from kvroute.routing.cost_parameters import Costs
 from kvroute.routing.recording import DecisionRecorder
 from kvroute.routing.strategy import (
     Candidate,
-    CostTerms,
     Handover,
     Needs,
     RouteDecision,
     RouteQuery,
     RouteReason,
+    Row,
     Strategy,
 )
 from kvroute.routing.transfers import Links
 
 _GIGA = 1e9
-_NOBODY: Sequence[Candidate] = ()
+_SHORT_ROW: Final = 5
+"""Length of a `Row` without the terms that are usually zero."""
 _LEAST_LEARNED_TOKENS = 256
 """In smaller transfers the latency hides the rate."""
 
@@ -171,7 +172,7 @@ class HandoverLinks:
         self._links.forget(worker)
 
 
-class Choice(NamedTuple):
+class Choice(Struct, frozen=True, gc=False):
     """The result of `choose`."""
 
     ranking: Sequence[Candidate]
@@ -184,8 +185,8 @@ class Choice(NamedTuple):
 
 def choose(
     tokens: int,
-    prefill_side: Sequence[Candidate],
-    decode_side: Sequence[Candidate],
+    prefill_side: Ranking | None,
+    decode_side: Ranking | None,
     links: HandoverLinks,
     costs: Costs,
     options: PrefillDecodeOptions,
@@ -197,127 +198,219 @@ def choose(
     """Decide where a prompt of `tokens` tokens is computed and where it is answered. O(workers).
 
     `prefill_side` and `decode_side` rank the workers of each side for the whole request, best first, as
-    `CostModel.rank` does; a worker for both roles is in both. Either may be empty, not both. `can_move` is
-    False for a request whose KV cannot be moved. With `keeps_first` the first decode candidate answers, and
-    only the place of the prefill is decided (a session, a turn of `roundrobin`). Equal costs are decided by
-    the order of the rankings. The result has an empty ranking if `strict` leaves no worker.
+    `CostModel.rank` does; a worker for both roles is in both. One of them may be None. `can_move` is False
+    for a request whose KV cannot be moved. With `keeps_first` the first decode candidate answers, and only
+    the place of the prefill is decided (a session, a turn of `roundrobin`). Equal costs are decided by the
+    order of the rankings. The result has an empty ranking if `strict` leaves no worker.
     """
+    # As in `CostModel.rank`: floats for all workers, further objects for those that do the request.
     threshold, strict = options.threshold_tokens, options.strict
-    prefill_only = _without(prefill_side, decode_side)
-    if not decode_side:
-        return Choice(() if strict else prefill_side, None, RouteReason.NO_DECODE_WORKER)
-    others = () if strict else prefill_only
-    targets = decode_side[:1] if keeps_first else decode_side
-    legs = _two_best_legs(prefill_side, tokens, costs, options) if can_move and tokens > 1 else ()
-    single: Candidate | None = None
-    pair: Candidate | None = None
-    single_cost = pair_cost = 0.0
-    leg_of_pair, is_forced = None, False
+    if decode_side is None:
+        return Choice((() if strict else prefill_side) or (), None, RouteReason.NO_DECODE_WORKER)
+    workers, rows, matched, queues = decode_side.columns()
+    places = (decode_side.first_place,) if keeps_first else decode_side.places()
+    legs: Sequence[_Leg] = ()
+    if can_move and tokens > 1 and prefill_side is not None:
+        legs = _two_best_legs(prefill_side, tokens, costs, options)
+    tie_share, tie_s = costs.tie_share, costs.tie_s
     step_s = costs.prefill_s(1, max(0, tokens - 1))
-    has_pair = any(leg.candidate.worker is not each.worker for leg in legs for each in targets)
-    for candidate in targets:
-        miss = tokens - candidate.matched_tokens
-        leg = next((leg for leg in legs if leg.candidate.worker is not candidate.worker), None)
+    single = pair = -1
+    single_cost = pair_cost = move_of_pair_s = 0.0
+    leg_of_pair, is_forced = None, False
+    for place in places:
+        worker, row = workers[place], rows[place]
+        miss = tokens - matched[place] if matched else tokens
+        leg = None
+        for each in legs:
+            if each.worker is not worker:
+                leg = each
+                break
         must_move = threshold is not None and miss > max(1, threshold) and can_move
-        # `strict` does not keep a worker for both roles from computing the prompt.
-        may_compute = not strict or any(each.worker is candidate.worker for each in prefill_side)
-        if not must_move or (may_compute and not has_pair):
-            cost = candidate.score + _stall_s(candidate, tokens, costs, options)
-            if single is None or cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
-                single, single_cost = candidate, cost
+        if not must_move or _may_compute(place, places, workers, legs, prefill_side, strict=strict):
+            cost, load = row[0], queues[place]
+            if load.in_flight > load.queued:
+                cost += _stall_s(load, row[1], miss, costs, options)
+            if single < 0 or cost < single_cost - tie_share * single_cost - tie_s:
+                single, single_cost = place, cost
         if leg is not None and miss > 1:
-            other = _pair(candidate, leg, links.move_s(candidate.worker.index, miss), step_s, now)
-            if pair is None or other.score < pair_cost - costs.tie_share * pair_cost - costs.tie_s:
-                pair, pair_cost, leg_of_pair, is_forced = other, other.score, leg, must_move
+            move_s = links.move_s(worker.index, miss)
+            wait_s, ready_s = row[2], leg.ready_s + move_s
+            cost = (wait_s if wait_s > ready_s else ready_s) + step_s + leg.others_s + row[4]
+            if len(row) > _SHORT_ROW:
+                cost += row[6] + row[7]
+                if row[8]:
+                    cost /= worker.ramp_at(now)
+            if pair < 0 or cost < pair_cost - tie_share * pair_cost - tie_s:
+                pair, pair_cost, leg_of_pair, is_forced = place, cost, leg, must_move
+                move_of_pair_s = move_s
     best, best_cost, leg_of_best = single, single_cost, None
-    if pair is not None and leg_of_pair is not None:
+    if leg_of_pair is not None:
         # The delay of later requests ranks the workers of one side only.
-        if single is not None:
-            single_cost -= single.terms.marginal / single.worker.ramp_at(now)
-            pair_cost -= leg_of_pair.candidate.terms.marginal / pair.worker.ramp_at(now)
+        if single >= 0:
+            single_cost -= rows[single][3] / workers[single].ramp_at(now)
+            pair_cost -= leg_of_pair.row[3] / workers[pair].ramp_at(now)
         # A pair needs a second request, so it must be better, and not only equal.
-        if single is None or pair_cost < single_cost - costs.tie_share * single_cost - costs.tie_s:
-            best, best_cost, leg_of_best = pair, pair.score, leg_of_pair
-    if best is None:
+        if single < 0 or pair_cost < single_cost - tie_share * single_cost - tie_s:
+            best, best_cost, leg_of_best = pair, pair_cost, leg_of_pair
+    if best < 0:
         return Choice((), None, RouteReason.NO_PREFILL_WORKER)
-    if others and best.terms.memory > 0.0 and not keeps_first:
-        rescue = others[0]
-        rescue_cost = rescue.score + _stall_s(rescue, tokens, costs, options)
-        if rescue_cost < best_cost:
-            return Choice([rescue, *decode_side, *others[1:]], None, RouteReason.DECODE_SIDE_FULL)
-    rest = [each for each in decode_side if each.worker is not best.worker]
-    ranking = [best, *rest, *others]
-    if leg_of_best is None:
-        is_alone = can_move and not legs and (threshold is None or tokens - best.matched_tokens > threshold)
-        return Choice(ranking, None, RouteReason.NO_PREFILL_WORKER if is_alone else None)
-    whole = next(each for each in decode_side if each.worker is best.worker)
+    others, row = None if strict else prefill_side, rows[best]
+    if others is not None and len(row) > _SHORT_ROW and row[6] > 0.0 and not keeps_first:
+        rescue = next(iter(_without(others, decode_side)), None)
+        if rescue is not None:
+            rescue_cost, load = rescue.score, rescue.queue
+            if load.in_flight > load.queued:
+                miss = tokens - rescue.matched_tokens
+                rescue_cost += _stall_s(load, rescue.prefill_s, miss, costs, options)
+            if rescue_cost < best_cost:
+                return Choice(_Order(rescue, decode_side, others), None, RouteReason.DECODE_SIDE_FULL)
+    whole = decode_side.candidate(best)
     moved = tokens - whole.matched_tokens
-    handover = Handover(
-        leg_of_best.candidate, whole, moved, links.move_s(best.worker.index, moved), leg_of_best.cost
+    if leg_of_best is None:
+        is_alone = can_move and not legs and (threshold is None or moved > threshold)
+        return Choice(
+            _Order(whole, decode_side, others), None, RouteReason.NO_PREFILL_WORKER if is_alone else None
+        )
+    assert prefill_side is not None
+    leg, computing = leg_of_best, prefill_side.candidate(leg_of_best.place)
+    answering = _pair(whole, rows[best], leg, move_of_pair_s, step_s, now)
+    return Choice(
+        _Order(answering, decode_side, others),
+        Handover(computing, whole, moved, move_of_pair_s, leg.ready_s + leg.others_s),
+        RouteReason.OVER_THRESHOLD if is_forced else RouteReason.HANDED_OVER,
     )
-    return Choice(ranking, handover, RouteReason.OVER_THRESHOLD if is_forced else RouteReason.HANDED_OVER)
 
 
-class _Leg(NamedTuple):
+class _Order(Sequence[Candidate]):
+    """The ranking of a `Choice`: the chosen candidate, the rest of the decode side, and prefill workers.
+
+    Constructs all but the first one at the first access: usually nobody reads them.
+    """
+
+    __slots__ = ("_all", "_decode_side", "_first", "_others")
+
+    def __init__(self, first: Candidate, decode_side: Ranking, others: Ranking | None) -> None:
+        self._first = first
+        self._decode_side = decode_side
+        self._others = others
+        self._all: list[Candidate] | None = None
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._first if place == 0 else self._in_full()[place]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._in_full())
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._in_full())
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _in_full(self) -> list[Candidate]:
+        if self._all is None:
+            first = self._first
+            rest = [each for each in self._decode_side if each.worker is not first.worker]
+            others = () if self._others is None else _without(self._others, self._decode_side)
+            self._all = [first, *rest, *(each for each in others if each.worker is not first.worker)]
+        return self._all
+
+
+class _Leg(Struct, frozen=True, gc=False):
     """The prompt on one prefill worker."""
 
-    candidate: Candidate
-    cost: float
+    worker: Worker
+    place: int
+    """The worker's position in the columns of its side."""
+    row: Row
     ready_s: float
     """Until the prompt is computed, without charges for others."""
+    others_s: float
+    """The charges for others, without the delay by active tokens."""
 
 
-def _two_best_legs(
-    side: Sequence[Candidate], tokens: int, costs: Costs, options: PrefillDecodeOptions
-) -> Sequence[_Leg]:
+def _two_best_legs(side: Ranking, tokens: int, costs: Costs, options: PrefillDecodeOptions) -> Sequence[_Leg]:
     """The two cheapest prefill workers: one of them may be the decode worker, which is no pair."""
-    first = second = None
-    for candidate in side:
-        terms = candidate.terms
-        cost = candidate.score - terms.decode + _stall_s(candidate, tokens, costs, options)
-        leg = _Leg(candidate, cost, max(terms.wait, terms.load) + terms.prefill)
-        if first is None or cost < first.cost:
-            first, second = leg, first
-        elif second is None or cost < second.cost:
-            second = leg
-    return [leg for leg in (first, second) if leg is not None]
+    workers, rows, matched, queues = side.columns()
+    first = second = -1
+    first_cost = second_cost = 0.0
+    for place in side.places():
+        row, load = rows[place], queues[place]
+        cost = row[0] - row[4]
+        if load.in_flight > load.queued:
+            cost += _stall_s(load, row[1], tokens - matched[place] if matched else tokens, costs, options)
+        if first < 0 or cost < first_cost:
+            first, second, first_cost, second_cost = place, first, cost, first_cost
+        elif second < 0 or cost < second_cost:
+            second, second_cost = place, cost
+    legs = []
+    for place, cost in ((first, first_cost), (second, second_cost)):
+        if place >= 0:
+            row = rows[place]
+            wait_s, load_s = row[2], row[5] if len(row) > _SHORT_ROW else 0.0
+            ready_s = (wait_s if wait_s > load_s else load_s) + row[1]
+            legs.append(_Leg(workers[place], place, row, ready_s, cost - ready_s))
+    return legs
 
 
-def _stall_s(candidate: Candidate, tokens: int, costs: Costs, options: PrefillDecodeOptions) -> float:
-    """The charge for the delay of the streams that run on the worker, by the prefill of the request."""
-    load = candidate.queue
+def _stall_s(
+    load: WorkerLoad, prefill_s: float, miss: int, costs: Costs, options: PrefillDecodeOptions
+) -> float:
+    """The charge for the delay of the streams that run on the worker, by the prefill of `miss` tokens."""
     streams = load.in_flight - load.queued
-    if streams <= 0:
-        return 0.0
-    chunks = max(1, -(-(tokens - candidate.matched_tokens) // costs.max_batched_tokens))
-    return options.stall_share * streams * max(0.0, candidate.prefill_s - costs.iteration_s * chunks)
+    chunks = max(1, -(-miss // costs.max_batched_tokens))
+    return options.stall_share * streams * max(0.0, prefill_s - costs.iteration_s * chunks)
 
 
-def _pair(candidate: Candidate, leg: _Leg, move_s: float, step_s: float, now: float) -> Candidate:
-    """`candidate` as the decode worker of a pair."""
-    whole = candidate.terms
-    terms = CostTerms(
-        wait=whole.wait,
-        load=leg.ready_s + move_s,
-        prefill=step_s,
-        memory=whole.memory,
-        eviction=whole.eviction,
-        marginal=leg.cost - leg.ready_s,
-        decode=whole.decode,
+def _may_compute(
+    place: int,
+    places: Sequence[int],
+    workers: Sequence[Worker],
+    legs: Sequence[_Leg],
+    prefill_side: Ranking | None,
+    *,
+    strict: bool,
+) -> bool:
+    """Whether the worker may compute a prompt that should be moved: if there is no pair.
+
+    `strict` does not keep a worker for both roles from it.
+    """
+    if any(leg.worker is not workers[each] for leg in legs for each in places):
+        return False
+    return not strict or (prefill_side is not None and workers[place] in prefill_side.columns()[0])
+
+
+def _pair(whole: Candidate, row: Row, leg: _Leg, move_s: float, step_s: float, now: float) -> Candidate:
+    """The worker of `whole`, which has the terms in `row`, as the decode worker of a pair."""
+    wait_s, decode_s, load_s = row[2], row[4], leg.ready_s + move_s
+    memory_s, eviction_s, ramp_s = (row[6], row[7], row[8]) if len(row) > _SHORT_ROW else (0.0, 0.0, 0.0)
+    # In the order of `CostTerms.score`.
+    score = (wait_s if wait_s > load_s else load_s) + (
+        step_s + memory_s + eviction_s + leg.others_s + decode_s
     )
-    if whole.ramp:
-        score = terms.score
-        terms = terms._replace(ramp=score / candidate.worker.ramp_at(now) - score)
-    return Candidate(candidate.worker, terms.score, candidate.matched_tokens, step_s, terms, candidate.held)
+    if ramp_s:
+        ramp_s = score / whole.worker.ramp_at(now) - score
+        score += ramp_s
+    terms = score, step_s, wait_s, leg.others_s, decode_s, load_s, memory_s, eviction_s, ramp_s
+    return Candidate(whole.worker, score, whole.matched_tokens, step_s, terms, whole.held)
 
 
-def _without(some: Sequence[Candidate], others: Sequence[Candidate]) -> Sequence[Candidate]:
+def _without(some: Sequence[Candidate], others: Ranking) -> Sequence[Candidate]:
     """The candidates of `some` whose workers are not in `others`, in their order."""
-    known = {id(candidate.worker) for candidate in others}
+    known = set(map(id, others.columns()[0]))
     return [candidate for candidate in some if id(candidate.worker) not in known]
 
 
-class HandoverDispatch(NamedTuple):
+class HandoverDispatch(Struct, frozen=True, gc=False):
     """The accounts of a request whose prompt another worker computes. The caller must call `finish`."""
 
     prefill: Reservation
@@ -363,24 +456,22 @@ class Pairs:
         decision = strategy.rank(query, answering)
         if recorder is not None:
             recorder.decided(query, answering, strategy, decision)
+        prefill_side: Ranking | None = None
         if knows_caches:
-            rank: Callable[[RouteQuery, FleetView], Sequence[Candidate]] = partial(_ranking_of, strategy)
-            first_side: Sequence[Candidate] = decision.ranking
+            first_side = ranking_of(decision.ranking)
+            if sides.decode is not None and sides.prefill is not None:
+                prefill_side = ranking_of(strategy.rank(query, sides.prefill).ranking)
         else:
             # The strategy only names the worker that answers. The place of the prefill needs the costs.
-            rank = self._ranking
-            costed = self._ranking(query, answering)
-            costed.put_first(decision.ranking[0].worker)
-            first_side = costed
-        if sides.decode is None:
-            prefill_side, decode_side = first_side, _NOBODY
-        else:
-            prefill_side = _NOBODY if sides.prefill is None else rank(query, sides.prefill)
-            decode_side = first_side
+            first_side = self._ranking(query, answering)
+            first_side.put_first(decision.ranking[0].worker)
+            if sides.decode is not None and sides.prefill is not None:
+                prefill_side = self._ranking(query, sides.prefill)
+        has_decode = sides.decode is not None
         choice = choose(
             query.tokens,
-            prefill_side,
-            decode_side,
+            prefill_side if has_decode else first_side,
+            first_side if has_decode else None,
             self.links,
             self._costs.costs(query.model),
             self.options,
@@ -403,7 +494,3 @@ class Pairs:
         """The view's workers by cost, with matched tokens from the route history."""
         matched = matched_tokens(self._history, query, view.workers, view.places)
         return self._costs.rank(query, view.workers, matched, queues=view.loads)
-
-
-def _ranking_of(strategy: Strategy, query: RouteQuery, view: FleetView) -> Sequence[Candidate]:
-    return strategy.rank(query, view).ranking

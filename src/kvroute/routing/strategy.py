@@ -280,7 +280,7 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
         return self.worker.load_of(self.rank)
 
 
-class Handover(NamedTuple):
+class Handover(Struct, frozen=True, gc=False):
     """How the first worker of a ranking gets a prompt's KV from another worker (`routing.prefill_decode`)."""
 
     prefill: Candidate
