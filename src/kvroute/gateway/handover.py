@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType, field
@@ -39,10 +39,11 @@ from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Forwarding
 from kvroute.gateway.exchange import AnswerUsage, Exchange, ExchangeDeps, usage_in, usage_of
 from kvroute.gateway.failures import InternalError
-from kvroute.gateway.journal import HandoverRecord, Record, Trace, Usage
+from kvroute.gateway.journal import HandoverRecord, Record, Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, cached_tokens_in, release_leg
+from kvroute.openai.request import InferenceRequest
 from kvroute.routing.prefill_decode import HandoverDispatch, PrefillDecodeOptions
 from kvroute.routing.strategy import Candidate, Handover, RouteDecision
 from kvroute.upstream.response import CHUNK, AnswerListener, UpstreamResponse
@@ -57,6 +58,7 @@ the blocks only once the request has reached its handler."""
 _RELEASE_S = 10.0
 """Time limit of a request whose only purpose is that the prefill worker frees its blocks."""
 _ENCODINGS = b"accept-encoding:"
+_LINE_FEED = 10
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
 
 
@@ -83,12 +85,6 @@ class _LegAnswer(Struct, gc=False):
 _decode_leg = msgspec.json.Decoder(_LegAnswer).decode
 
 
-class _Listener(AnswerListener, Protocol):
-    """The exchange, as its attempts see it."""
-
-    def timed_out(self) -> None: ...
-
-
 class _Discard:
     """Reads an answer that nobody needs."""
 
@@ -99,6 +95,7 @@ class _Discard:
 class HandoverAttempts(Attempts, kw_only=True):
     """The attempts of a request with `RouteDecision.handover`. Mutable: see `Attempts`."""
 
+    _request: InferenceRequest
     _handover: Handover
     _options: PrefillDecodeOptions
     _connector: Connector
@@ -127,7 +124,7 @@ class HandoverAttempts(Attempts, kw_only=True):
             handover.prefill.matched_tokens,
             self._began,
         )
-        self._send(handover.prefill, listener)
+        self._send_first_leg(listener)
         self._accounts = deps.router.dispatch_handover(plan.query, plan.decision, self._began)
         if deps.on_sent is not None:
             deps.on_sent(plan.query, handover.prefill)
@@ -142,37 +139,38 @@ class HandoverAttempts(Attempts, kw_only=True):
         *,
         is_leg: bool = False,
     ) -> None:
-        plan, params = self._plan, self._params
-        request = plan.request
-        assert request is not None
-        if body is None:
-            body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         if self.phase is _PREFILL:
-            body, is_leg = self._connector.first_leg(body, request), True
-            if self._record.trace is not None:
-                self._send_traced(candidate, listener, fresh, body, self._record.trace)
-                return
-        elif params is not None and candidate.worker is not self._handover.prefill.worker:
-            body = self._connector.second_leg(body, request, params)
-            self._began, query = self._deps.now(), plan.query
-            assert self._record.handover is not None
-            self._record.handover.moved_tokens = query.tokens - candidate.matched_tokens
-            if query.streamed:  # the first byte of another answer comes with its end
-                self._start_timer(self._options.decode_timeout_s, listener)
-        Attempts._send(self, candidate, listener, fresh, body, is_leg=is_leg)
+            self._send_first_leg(listener, fresh)
+        elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
+            self._send_second_leg(candidate, self._params, listener, fresh)
+        else:
+            Attempts._send(self, candidate, listener, fresh, body, is_leg=is_leg)
 
-    def _send_traced(
-        self, candidate: Candidate, listener: AnswerListener, fresh: bool, body: bytes, trace: Trace
-    ) -> None:
-        """Send a first leg below its own span: `Tracer.begin` has named the other worker's one."""
-        fields = self._fields
-        self._fields = fields.replace(
-            b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
-        )
+    def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
+        plan, prefill, fields, trace = self._plan, self._handover.prefill, self._fields, self._record.trace
+        body = plan.body if plan.other_bodies is None else plan.body_for(prefill.worker.id)
+        body = self._connector.first_leg(body, self._request)
+        if trace is not None:  # `Tracer.begin` has named the other worker's span
+            self._fields = fields.replace(
+                b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
+            )
         try:
-            Attempts._send(self, candidate, listener, fresh, body, is_leg=True)
+            Attempts._send(self, prefill, listener, fresh, body, is_leg=True)
         finally:
             self._fields = fields
+
+    def _send_second_leg(
+        self, candidate: Candidate, params: bytes, listener: AnswerListener, fresh: bool = False
+    ) -> None:
+        plan, record = self._plan, self._record.handover
+        body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
+        body = self._connector.second_leg(body, self._request, params)
+        self._began, query = self._deps.now(), plan.query
+        assert record is not None
+        record.moved_tokens = query.tokens - candidate.matched_tokens
+        if query.streamed:  # the first byte of another answer comes with its end
+            self._start_timer(self._options.decode_timeout_s, listener)
+        Attempts._send(self, candidate, listener, fresh, body)
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
         """Part of the first leg's answer has arrived, or its end. Returns what a done leg reports."""
@@ -183,7 +181,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         if error is not None:
             if isinstance(error, ConnectionLost) and error.reused and self._may_retry("stale_connection"):
                 # The worker closed an idle connection while the request was sent: no failure of the worker.
-                self._send(prefill, listener, fresh=True)
+                self._send_first_leg(listener, fresh=True)
                 return None
             self._report(prefill.worker, error)
             self._fall_back(error.cause, listener)
@@ -200,7 +198,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         if answer is None or params is None:
             self._fall_back("no_blocks" if status == 200 else "status", listener)
             return None
-        self._send_second_leg(params, listener)
+        self._start_second_leg(params, listener)
         usage = None if answer.usage is None else usage_of(answer.usage)
         if usage is None:
             usage = Usage(plan.query.tokens, None)
@@ -208,7 +206,7 @@ class HandoverAttempts(Attempts, kw_only=True):
             return Usage(usage.prompt_tokens, cached_tokens_in(params), usage.completion_tokens)
         return usage
 
-    def _send_second_leg(self, params: bytes, listener: AnswerListener) -> None:
+    def _start_second_leg(self, params: bytes, listener: AnswerListener) -> None:
         deps, plan, record = self._deps, self._plan, self._record
         assert self._accounts is not None
         assert record.handover is not None
@@ -222,7 +220,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         deps.metrics.handover_prefill.labels(record.handover.prefill_worker).observe(spent_s)
         candidate = self.candidate = plan.decision.ranking[0]
         self.phase, self._params = _DECODE, params
-        self._send(candidate, listener)
+        self._send_second_leg(candidate, params, listener)
         if deps.on_sent is not None:
             deps.on_sent(plan.query, candidate)
 
@@ -360,8 +358,7 @@ class HandoverAttempts(Attempts, kw_only=True):
             deps.metrics.handover_blocks_kept.inc()
             return
         plan, worker = self._plan, usable[0].worker
-        assert plan.request is not None
-        body = release_leg(connector, plan.body_for(worker.id), plan.request, params)
+        body = release_leg(connector, plan.body_for(worker.id), self._request, params)
         transport = deps.transports.of(worker)
         head = transport.heads.encode(
             plan.method, plan.target, self._fields, self._record.request_id, len(body)
@@ -372,7 +369,7 @@ class HandoverAttempts(Attempts, kw_only=True):
     def _start_timer(self, seconds: float, listener: AnswerListener) -> None:
         self._stop_timer()
         if seconds > 0:
-            exchange: _Listener = listener  # type: ignore[assignment]
+            exchange = cast("HandoverExchange", listener)
             self._timer = asyncio.get_running_loop().call_later(seconds, exchange.timed_out)
 
     def _stop_timer(self) -> None:
@@ -426,7 +423,8 @@ def exchange_with_roles(
     """The exchange of a request in a fleet with roles, handed over or not."""
     screened = WithoutParams(client)
     fields = _without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
-    if plan.decision.handover is None:
+    handover = plan.decision.handover
+    if handover is None or plan.request is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
     options = deps.attempts.router.pairs.options
     legs = HandoverAttempts(
@@ -434,7 +432,8 @@ def exchange_with_roles(
         plan,
         record,
         fields,
-        _handover=plan.decision.handover,
+        _request=plan.request,
+        _handover=handover,
         _options=options,
         _connector=CONNECTORS[options.connector],
     )
@@ -443,12 +442,13 @@ def exchange_with_roles(
 
 def _without_encodings(fields: bytes) -> bytes:
     """The header lines without those of Accept-Encoding."""
-    while True:
-        lower = fields.lower()
-        at = 0 if lower.startswith(_ENCODINGS) else lower.find(b"\r\n" + _ENCODINGS) + 2
-        if at == 1:
-            return fields
-        fields = fields[:at] + fields[fields.index(b"\r\n", at) + 2 :]
+    lower, at = fields.lower(), -1
+    while (at := lower.find(_ENCODINGS, at + 1)) >= 0:
+        if not at or lower[at - 1] == _LINE_FEED:
+            end = lower.index(b"\r\n", at) + 2
+            fields, lower = fields[:at] + fields[end:], lower[:at] + lower[end:]
+            at -= 1
+    return fields
 
 
 class HandoverExchange(Exchange):
@@ -460,21 +460,21 @@ class HandoverExchange(Exchange):
         if attempts.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
         elif response is attempts.response and response.is_over:
-            try:
-                self._first_leg_arrived(attempts, response)
-            except GatewayError as error:
-                self._fail(error)
-            except Exception:
-                # A defect must end this exchange only, and release its reservations.
-                log.exception("an exchange failed")
-                self._fail(InternalError("Internal error."))
+            self._step(attempts, response)
 
     def timed_out(self) -> None:
         """A leg took too long."""
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
+        self._step(attempts, None)
+
+    def _step(self, attempts: HandoverAttempts, response: UpstreamResponse | None) -> None:
+        """The answer of the first leg is there, or (None) a leg took too long."""
         try:
-            attempts.timed_out(self)
+            if response is None:
+                attempts.timed_out(self)
+            else:
+                self._first_leg_arrived(attempts, response)
         except GatewayError as error:
             self._fail(error)
         except Exception:

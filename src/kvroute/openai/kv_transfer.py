@@ -128,7 +128,7 @@ def _members_of(raw: Raw) -> Mapping[str, Raw]:
         return {}
 
 
-class ParamsMask:
+class ParamsMask(Struct):
     """Blanks the values of `kv_transfer_params` in one answer, so that the client gets an empty object.
 
     The length of the answer stays, and no byte waits for later ones: members that begin in one part and end
@@ -136,14 +136,12 @@ class ParamsMask:
     event. Mutable: `blanked` changes the state between the parts.
     """
 
-    __slots__ = ("_depth", "_is_escaped", "_is_in_text", "_tail")
-
-    def __init__(self) -> None:
-        self._tail = b""
-        """The last bytes of the answer so far, if a member may begin there."""
-        self._depth = 0
-        """Open brackets of the value that is being blanked; 0 outside of one."""
-        self._is_in_text = self._is_escaped = False
+    _tail: bytes = b""
+    """The last bytes of the answer so far, if a member may begin there."""
+    _depth: int = 0
+    """Open brackets of the value that is being blanked; 0 outside of one."""
+    _is_in_text: bool = False
+    _is_escaped: bool = False
 
     def blanked(self, part: bytes) -> bytes:
         """The next part of the answer, as the client may see it; `part` itself if nothing is blanked.
@@ -317,6 +315,8 @@ def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) ->
 def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
     """`params` with the members that `body` already has: the client's, and those of its key space."""
     present: Raw | UnsetType | None = request.kv_transfer_params
+    if present is None and body is request.body:
+        return Raw(params)
     if body is not request.body:  # see `openai.rewriting.isolated`
         try:
             present = _decode_body(body).kv_transfer_params

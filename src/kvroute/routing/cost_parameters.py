@@ -224,18 +224,10 @@ class PrefillFit:
         x, y, z = miss / _SCALES[0], miss * context / _SCALES[1], chunks / _SCALES[2]
         weight = 1.0 / (estimated_s if estimated_s > 1e-3 else 1e-3)
         wx, wy, wz = weight * x, weight * y, weight * z
-        xx, xy, xz, yx, yy, yz, zx, zy, zz = self._products
-        self._products = (
-            MEMORY * xx + wx * x,
-            MEMORY * xy + wx * y,
-            MEMORY * xz + wx * z,
-            MEMORY * yx + wy * x,
-            MEMORY * yy + wy * y,
-            MEMORY * yz + wy * z,
-            MEMORY * zx + wz * x,
-            MEMORY * zy + wz * y,
-            MEMORY * zz + wz * z,
-        )
+        xx, xy, xz, _, yy, yz, _, _, zz = self._products
+        xy, xz, yz = MEMORY * xy + wx * y, MEMORY * xz + wx * z, MEMORY * yz + wy * z
+        xx, yy, zz = MEMORY * xx + wx * x, MEMORY * yy + wy * y, MEMORY * zz + wz * z
+        self._products = xx, xy, xz, xy, yy, yz, xz, yz, zz
         tx, ty, tz = self._targets
         self._targets = MEMORY * tx + wx * took_s, MEMORY * ty + wy * took_s, MEMORY * tz + wz * took_s
         n, sx, st, sxx, sxt, stt = self._moments

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.blocks.keys import BlockKey, PromptKeys, Tier
@@ -146,7 +147,7 @@ class _ObservedAttempt(NamedTuple):
         self.secondary.finish(now)
 
 
-class _PrefillSample(NamedTuple):
+class _PrefillSample(Struct, frozen=True, gc=False):
     """A prefill sent to an idle worker, so that its duration shows the cost of prefill."""
 
     learned: Learned
