@@ -58,7 +58,6 @@ the blocks only once the request has reached its handler."""
 _RELEASE_S = 10.0
 """Time limit of a request whose only purpose is that the prefill worker frees its blocks."""
 _ENCODINGS = b"accept-encoding:"
-_LINE_FEED = 10
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
 
 
@@ -173,9 +172,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         Attempts._send(self, candidate, listener, fresh, body)
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
-        """Part of the first leg's answer has arrived, or its end. Returns what a done leg reports."""
-        if not response.is_over:
-            return None
+        """The first leg's answer is complete, or broke off. Returns what a done leg reports."""
         deps, plan, connector = self._deps, self._plan, self._connector
         prefill, error, status = self._handover.prefill, response.error, response.status
         if error is not None:
@@ -231,10 +228,12 @@ class HandoverAttempts(Attempts, kw_only=True):
         assert record.handover is not None
         if self._timer is not None:
             self._stop_timer()
-        self.phase, self._params = _REST, None
         record.handover.moved, self.has_moved = now, has_moved
+        self.phase = _REST
         if not has_moved:
+            self._free_blocks()  # the worker has refused the request, so it has not taken the blocks
             return
+        self._params = None
         worker, spent_s = self.candidate.worker, now - self._began
         moved = record.handover.moved_tokens
         deps.metrics.handovers.labels(worker.id, record.handover.prefill_worker).inc()
@@ -444,7 +443,7 @@ def _without_encodings(fields: bytes) -> bytes:
     """The header lines without those of Accept-Encoding."""
     lower, at = fields.lower(), -1
     while (at := lower.find(_ENCODINGS, at + 1)) >= 0:
-        if not at or lower[at - 1] == _LINE_FEED:
+        if not at or lower[at - 1 : at] == b"\n":
             end = lower.index(b"\r\n", at) + 2
             fields, lower = fields[:at] + fields[end:], lower[:at] + lower[end:]
             at -= 1
@@ -460,16 +459,16 @@ class HandoverExchange(Exchange):
         if attempts.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
         elif response is attempts.response and response.is_over:
-            self._step(attempts, response)
+            self._step(response)
 
     def timed_out(self) -> None:
         """A leg took too long."""
+        self._step(None)
+
+    def _step(self, response: UpstreamResponse | None) -> None:
+        """The answer of the first leg is there, or (None) a leg took too long."""
         attempts = self._attempts
         assert isinstance(attempts, HandoverAttempts)
-        self._step(attempts, None)
-
-    def _step(self, attempts: HandoverAttempts, response: UpstreamResponse | None) -> None:
-        """The answer of the first leg is there, or (None) a leg took too long."""
         try:
             if response is None:
                 attempts.timed_out(self)
