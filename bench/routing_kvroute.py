@@ -258,6 +258,9 @@ class SimulatedCaches:
         found = held_tokens(self._index, self._chunks, lambda _: True, prompt)
         return {slot: Tokens(*(tokens * _SCALE for tokens in held)) for slot, held in found.items()}
 
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        return self._index.holds(slot, keys, tokens // _SCALE)
+
 
 def _in_small_blocks(events: Sequence[KvEvent]) -> Iterator[KvEvent]:
     for event in events:

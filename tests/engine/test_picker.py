@@ -29,7 +29,7 @@ SHAPE = ChatShape(chats=4, turns=4)
 
 
 @dataclass
-class Door:
+class Proxy:
     """Envoy, and the HTTP port of its picker."""
 
     url: str
@@ -50,7 +50,7 @@ class Door:
 
 
 @asynccontextmanager
-async def door(engines: list[Engine], logs: Path, folder: Path) -> AsyncIterator[Door]:
+async def proxy(engines: list[Engine], logs: Path, folder: Path) -> AsyncIterator[Proxy]:
     """Envoy with a picker that follows the engines' KV events."""
     grpc, http, listener, admin = free_ports(4)
     argv = [sys.executable, "-m", "kvroute", "epp", "--host", "127.0.0.1", "--port", str(grpc)]
@@ -71,14 +71,14 @@ async def door(engines: list[Engine], logs: Path, folder: Path) -> AsyncIterator
         await both_routable(f"http://127.0.0.1:{http}", len(engines))
         async with run_envoy(envoy_config(site), folder) as envoy:
             await envoy.until_pickers(1)
-            yield Door(envoy.url, envoy.client, f"http://127.0.0.1:{http}")
+            yield Proxy(envoy.url, envoy.client, f"http://127.0.0.1:{http}")
 
 
 async def test_chats_through_envoy_find_their_caches(engines, logs, tmp_path, hold_chats, report):
     """Envoy relays, kvroute decides by the engines' events, and no token passes it."""
     for engine in engines:
         await engine.forget()
-    async with door(engines, logs, tmp_path) as running:
+    async with proxy(engines, logs, tmp_path) as running:
         turns = await hold_chats(running.url, seed=21, shape=SHAPE)
         await running.until_idle()
 

@@ -103,7 +103,7 @@ def port_of(url: str) -> tuple[str, int]:
 
 
 @dataclass
-class Door:
+class Proxy:
     """Envoy, the picker that decides, and the workers."""
 
     envoy: Envoy
@@ -159,12 +159,12 @@ def one_filter(config: dict[str, Any], **modes: str) -> dict[str, Any]:
     return config
 
 
-RunDoor = Callable[..., AbstractAsyncContextManager[Door]]
+RunProxy = Callable[..., AbstractAsyncContextManager[Proxy]]
 
 
 @pytest.fixture
-def run_door(tmp_path: Path) -> RunDoor:
-    """`async with run_door(4, SimOptions(...), **sections) as door`: Envoy, a picker and simulated workers.
+def run_proxy(tmp_path: Path) -> RunProxy:
+    """`async with run_proxy(4, SimOptions(...), **sections) as proxy`: Envoy, a picker and simulated workers.
 
     `change` gets Envoy's configuration and returns the one to use.
     """
@@ -177,7 +177,7 @@ def run_door(tmp_path: Path) -> RunDoor:
         change: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config,
         also: Sequence[str] = (),
         **sections: Any,
-    ) -> AsyncIterator[Door]:
+    ) -> AsyncIterator[Proxy]:
         async with AsyncExitStack() as stack:
             options = options or SimOptions(time_scale=0, kv_events=False)
             sims = [await stack.enter_async_context(run_sim(options)) for _ in range(size)]
@@ -194,6 +194,6 @@ def run_door(tmp_path: Path) -> RunDoor:
             )
             envoy = await stack.enter_async_context(run_envoy(change(envoy_config(site)), tmp_path))
             await envoy.until_pickers(1)
-            yield Door(envoy, picker, sims)
+            yield Proxy(envoy, picker, sims)
 
     return start

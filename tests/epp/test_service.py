@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.epp.conftest import SERVED, Door, RunDoor, one_filter, port_of
+from tests.epp.conftest import SERVED, Proxy, RunProxy, one_filter, port_of
 from tests.support.waiting import until
 
 from kvroute.index.prefix_index import MapTrust
@@ -36,76 +36,76 @@ def change(request: pytest.FixtureRequest) -> Change:
     return found
 
 
-def worker_of(door: Door, answer: httpx.Response) -> int:
+def worker_of(proxy: Proxy, answer: httpx.Response) -> int:
     """The place of the worker that has served the answer, as Envoy says."""
-    return [("{}:{}".format(*port_of(sim.url))) for sim in door.sims].index(answer.headers[SERVED])
+    return [("{}:{}".format(*port_of(sim.url))) for sim in proxy.sims].index(answer.headers[SERVED])
 
 
-async def test_a_request_reaches_the_worker_that_the_picker_chose(run_door: RunDoor, change: Change):
-    async with run_door(2, change=change) as door:
-        answer = await door.client.post(CHAT, json=chat("x" * 300_000))
+async def test_a_request_reaches_the_worker_that_the_picker_chose(run_proxy: RunProxy, change: Change):
+    async with run_proxy(2, change=change) as proxy:
+        answer = await proxy.client.post(CHAT, json=chat("x" * 300_000))
 
         assert answer.status_code == 200, answer.text
-        await door.until_idle()
-        (decision,) = door.picker.runtime.plane.journal.decisions(5)
-        assert decision["worker"] == f"w{worker_of(door, answer)}"
+        await proxy.until_idle()
+        (decision,) = proxy.picker.runtime.plane.journal.decisions(5)
+        assert decision["worker"] == f"w{worker_of(proxy, answer)}"
         assert decision["status"] == 200
         assert answer.headers["x-kvroute-strategy"] == "prefixaware"
         assert answer.headers["x-kvroute-reason"] == decision["reason"]
-        assert door.sims[worker_of(door, answer)].worker.counters.by_path[CHAT] == 1
+        assert proxy.sims[worker_of(proxy, answer)].worker.counters.by_path[CHAT] == 1
 
 
-async def test_an_answer_is_accounted_until_its_real_end(run_door: RunDoor, change: Change):
-    async with run_door(1, SimOptions(kv_events=False), change=change) as door:
-        async with door.client.stream("POST", CHAT, json=chat("hi", stream=True, max_tokens=400)) as answer:
+async def test_an_answer_is_accounted_until_its_real_end(run_proxy: RunProxy, change: Change):
+    async with run_proxy(1, SimOptions(kv_events=False), change=change) as proxy:
+        async with proxy.client.stream("POST", CHAT, json=chat("hi", stream=True, max_tokens=400)) as answer:
             chunks = answer.aiter_bytes()
             await anext(chunks)
 
-            assert [load[0] for load in door.loads()] == [1]
-        await door.until_idle()  # the client has left
+            assert [load[0] for load in proxy.loads()] == [1]
+        await proxy.until_idle()  # the client has left
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_during_the_prefill_returns_the_load(
-    run_door: RunDoor, change: Change, stream
+    run_proxy: RunProxy, change: Change, stream
 ):
-    async with run_door(1, SimOptions(token_s=1.0, kv_events=False), change=change) as door:
-        request = asyncio.create_task(door.client.post(CHAT, json=chat("a" * 4000, stream=stream)))
-        await until(lambda: door.loads()[0][0] == 1)
-        await until(lambda: door.sims[0].worker.counters.requests and door.loads()[0][0] == 1)
+    async with run_proxy(1, SimOptions(token_s=1.0, kv_events=False), change=change) as proxy:
+        request = asyncio.create_task(proxy.client.post(CHAT, json=chat("a" * 4000, stream=stream)))
+        await until(lambda: proxy.loads()[0][0] == 1)
+        await until(lambda: proxy.sims[0].worker.counters.requests and proxy.loads()[0][0] == 1)
         request.cancel()
 
-        await door.until_idle()
+        await proxy.until_idle()
 
         if not stream:  # a stream's head comes before the prefill
-            (decision,) = door.picker.runtime.plane.journal.decisions(5)
+            (decision,) = proxy.picker.runtime.plane.journal.decisions(5)
             assert (decision["status"], decision["ended_by"]) == (499, "client")
 
 
-async def test_a_worker_that_breaks_off_returns_the_load(run_door: RunDoor, change: Change):
-    async with run_door(1, SimOptions(kv_events=False), change=change) as door:
-        async with door.client.stream("POST", CHAT, json=chat("hi", stream=True, max_tokens=400)) as answer:
+async def test_a_worker_that_breaks_off_returns_the_load(run_proxy: RunProxy, change: Change):
+    async with run_proxy(1, SimOptions(kv_events=False), change=change) as proxy:
+        async with proxy.client.stream("POST", CHAT, json=chat("hi", stream=True, max_tokens=400)) as answer:
             chunks = answer.aiter_bytes()
             await anext(chunks)
-            assert [load[0] for load in door.loads()] == [1]
-            await door.sims[0].kill()
+            assert [load[0] for load in proxy.loads()] == [1]
+            await proxy.sims[0].kill()
             with pytest.raises(httpx.TransportError):
                 async for _ in chunks:
                     pass
-        await door.until_idle()
+        await proxy.until_idle()
 
 
-async def test_errors_have_the_gateways_own_bodies(run_door: RunDoor, change: Change):
-    async with run_door(1, change=change, server={"max_body_bytes": 100_000}) as door:
-        unknown = await door.client.post(CHAT, json={**chat("x"), "model": "nobody"})
-        malformed = await door.client.post(CHAT, content=b"{")
-        large = await door.client.post(CHAT, json=chat("x" * 200_000))
-        nowhere = await door.client.post("/v1/nothing", json={})
-        anthropic = await door.client.post("/v1/messages", json={**chat("x"), "model": "nobody"})
-        metrics = await door.client.get("/metrics")
-        await door.sims[0].kill()
-        await door.picker.until(lambda: bool(door.picker.runtime.fleet.reasons_not_ready()))
-        away = await door.client.post(CHAT, json=chat("x"))
+async def test_errors_have_the_gateways_own_bodies(run_proxy: RunProxy, change: Change):
+    async with run_proxy(1, change=change, server={"max_body_bytes": 100_000}) as proxy:
+        unknown = await proxy.client.post(CHAT, json={**chat("x"), "model": "nobody"})
+        malformed = await proxy.client.post(CHAT, content=b"{")
+        large = await proxy.client.post(CHAT, json=chat("x" * 200_000))
+        nowhere = await proxy.client.post("/v1/nothing", json={})
+        anthropic = await proxy.client.post("/v1/messages", json={**chat("x"), "model": "nobody"})
+        metrics = await proxy.client.get("/metrics")
+        await proxy.sims[0].kill()
+        await proxy.picker.until(lambda: bool(proxy.picker.runtime.fleet.reasons_not_ready()))
+        away = await proxy.client.post(CHAT, json=chat("x"))
 
         assert unknown.status_code == 404
         assert unknown.json()["error"]["code"] == "model_not_found"
@@ -118,28 +118,28 @@ async def test_errors_have_the_gateways_own_bodies(run_door: RunDoor, change: Ch
         assert (away.status_code, away.json()["error"]["code"]) == (503, "no_routable_worker")
         assert away.headers["retry-after"] == "1"
         await until(
-            lambda: door.picker.metric("kvroute_requests_rejected_total", code="no_routable_worker") == 1
+            lambda: proxy.picker.metric("kvroute_requests_rejected_total", code="no_routable_worker") == 1
         )
-        await door.until_idle()
+        await proxy.until_idle()
 
 
-async def test_the_second_address_serves_when_the_first_worker_is_dead(run_door: RunDoor, change: Change):
+async def test_the_second_address_serves_when_the_first_worker_is_dead(run_proxy: RunProxy, change: Change):
     """The picker does not know yet that the worker is dead; Envoy tries the next address of the list."""
-    async with run_door(2, change=change, fleet={"health": {"interval_s": 600}}) as door:
-        before = await door.client.post(CHAT, json=chat("y" * 50_000))
-        first = worker_of(door, before)
-        await door.until_idle()
-        await door.sims[first].kill()
+    async with run_proxy(2, change=change, fleet={"health": {"interval_s": 600}}) as proxy:
+        before = await proxy.client.post(CHAT, json=chat("y" * 50_000))
+        first = worker_of(proxy, before)
+        await proxy.until_idle()
+        await proxy.sims[first].kill()
 
-        after = await door.client.post(CHAT, json=chat("y" * 50_000))
+        after = await proxy.client.post(CHAT, json=chat("y" * 50_000))
 
         assert after.status_code == 200, after.text
-        assert worker_of(door, after) == 1 - first
-        await door.until_idle()
-        decision = door.picker.runtime.plane.journal.decisions(1)[0]
+        assert worker_of(proxy, after) == 1 - first
+        await proxy.until_idle()
+        decision = proxy.picker.runtime.plane.journal.decisions(1)[0]
         assert (decision["worker"], decision["attempts"]) == (f"w{1 - first}", 2)
-        await until(lambda: door.picker.metric("kvroute_epp_not_served_total", worker=f"w{first}") == 1)
-        again = await door.client.post(CHAT, json=chat("y" * 50_000))
+        await until(lambda: proxy.picker.metric("kvroute_epp_not_served_total", worker=f"w{first}") == 1)
+        again = await proxy.client.post(CHAT, json=chat("y" * 50_000))
         assert again.status_code == 200
 
 
@@ -169,101 +169,101 @@ def route_of(config: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 async def test_answers_of_envoy_itself_are_no_failures_of_workers(
-    run_door: RunDoor, change: Change, break_off: Change, status, error
+    run_proxy: RunProxy, change: Change, break_off: Change, status, error
 ):
     """They must not eject workers that do nothing wrong."""
     options = SimOptions(token_s=0.01, kv_events=False)
-    async with run_door(2, options, change=lambda config: break_off(change(config))) as door:
-        answers = [await door.client.post(CHAT, json=chat("a" * 4000, max_tokens=1)) for _ in range(6)]
+    async with run_proxy(2, options, change=lambda config: break_off(change(config))) as proxy:
+        answers = [await proxy.client.post(CHAT, json=chat("a" * 4000, max_tokens=1)) for _ in range(6)]
 
         assert [answer.status_code for answer in answers] == [status] * 6
-        await door.until_idle()
-        decisions = door.picker.runtime.plane.journal.decisions(6)
+        await proxy.until_idle()
+        decisions = proxy.picker.runtime.plane.journal.decisions(6)
         assert {decision["error"] for decision in decisions} == {error}
-        assert door.picker.metric("kvroute_epp_not_served_total") == 0
-        assert all(worker.is_routable for worker in door.picker.runtime.fleet.workers())
+        assert proxy.picker.metric("kvroute_epp_not_served_total") == 0
+        assert all(worker.is_routable for worker in proxy.picker.runtime.fleet.workers())
 
 
-async def test_workers_that_refuse_connections_have_failed(run_door: RunDoor, change: Change):
-    async with run_door(2, change=change, fleet={"health": {"interval_s": 600}}) as door:
-        for sim in door.sims:
+async def test_workers_that_refuse_connections_have_failed(run_proxy: RunProxy, change: Change):
+    async with run_proxy(2, change=change, fleet={"health": {"interval_s": 600}}) as proxy:
+        for sim in proxy.sims:
             await sim.kill()
 
-        answer = await door.client.post(CHAT, json=chat("hello"))
+        answer = await proxy.client.post(CHAT, json=chat("hello"))
 
         assert answer.status_code == 503
-        await door.until_idle()
+        await proxy.until_idle()
         for worker in ("w0", "w1"):
-            assert door.picker.metric("kvroute_epp_not_served_total", worker=worker) == 1
+            assert proxy.picker.metric("kvroute_epp_not_served_total", worker=worker) == 1
 
 
-async def test_one_address_is_sent_without_fallbacks(run_door: RunDoor):
-    async with run_door(2, epp={"fallbacks": 0}, change=one_filter) as door:
-        answer = await door.client.post(CHAT, json=chat("hello"))
+async def test_one_address_is_sent_without_fallbacks(run_proxy: RunProxy):
+    async with run_proxy(2, epp={"fallbacks": 0}, change=one_filter) as proxy:
+        answer = await proxy.client.post(CHAT, json=chat("hello"))
 
-        received = door.sims[worker_of(door, answer)].worker.received[-1]
+        received = proxy.sims[worker_of(proxy, answer)].worker.received[-1]
         sent = dict(received.headers)[b"x-gateway-destination-endpoint"].decode()
         assert sent == answer.headers[SERVED]
 
 
-async def test_a_client_cannot_choose_the_worker(run_door: RunDoor):
-    async with run_door(2) as door:
+async def test_a_client_cannot_choose_the_worker(run_proxy: RunProxy):
+    async with run_proxy(2) as proxy:
         workers = set()
-        for sim in door.sims:
+        for sim in proxy.sims:
             headers = {"x-gateway-destination-endpoint": "{}:{}".format(*port_of(sim.url))}
-            answer = await door.client.post(CHAT, json=chat("z" * 20_000), headers=headers)
-            workers.add(worker_of(door, answer))
-            await door.until_idle()  # a client may have the answer before the picker knows its end
+            answer = await proxy.client.post(CHAT, json=chat("z" * 20_000), headers=headers)
+            workers.add(worker_of(proxy, answer))
+            await proxy.until_idle()  # a client may have the answer before the picker knows its end
 
         assert len(workers) == 1
 
 
-async def test_keys_are_checked_and_workers_get_their_own(run_door: RunDoor):
+async def test_keys_are_checked_and_workers_get_their_own(run_proxy: RunProxy):
     options = SimOptions(time_scale=0, kv_events=False, api_key="worker-key")
     sections = {"server": {"api_keys": ["client-key"]}, "fleet": {"worker_api_key": "worker-key"}}
-    async with run_door(1, options, **sections) as door:
-        without = await door.client.post(CHAT, json=chat("x"))
-        with_key = await door.client.post(CHAT, json=chat("x"), headers={"x-api-key": "client-key"})
-        models = await door.client.get("/v1/models")
+    async with run_proxy(1, options, **sections) as proxy:
+        without = await proxy.client.post(CHAT, json=chat("x"))
+        with_key = await proxy.client.post(CHAT, json=chat("x"), headers={"x-api-key": "client-key"})
+        models = await proxy.client.get("/v1/models")
 
         assert (without.status_code, without.headers["www-authenticate"]) == (401, "Bearer")
         assert with_key.status_code == 200, with_key.text
-        headers = dict(door.sims[0].worker.received[-1].headers)
+        headers = dict(proxy.sims[0].worker.received[-1].headers)
         assert headers[b"authorization"] == b"Bearer worker-key"
         assert b"x-api-key" not in headers
         assert models.status_code == 401
 
 
-async def test_an_alias_is_replaced_in_the_body(run_door: RunDoor):
-    async with run_door(1, fleet={"aliases": {"nick": "sim-model"}}) as door:
-        answer = await door.client.post(CHAT, json={**chat("x" * 100_000), "model": "nick"})
+async def test_an_alias_is_replaced_in_the_body(run_proxy: RunProxy):
+    async with run_proxy(1, fleet={"aliases": {"nick": "sim-model"}}) as proxy:
+        answer = await proxy.client.post(CHAT, json={**chat("x" * 100_000), "model": "nick"})
 
         assert answer.json()["model"] == "sim-model"
 
 
-async def test_requests_wait_for_a_permit_and_a_full_queue_refuses(run_door: RunDoor, change: Change):
+async def test_requests_wait_for_a_permit_and_a_full_queue_refuses(run_proxy: RunProxy, change: Change):
     options = SimOptions(kv_events=False)
     admission = {"max_concurrent": 1, "max_waiting": 1}
-    async with run_door(1, options, change=change, admission=admission) as door:
-        async with door.client.stream("POST", CHAT, json=chat("a", stream=True, max_tokens=2000)) as first:
+    async with run_proxy(1, options, change=change, admission=admission) as proxy:
+        async with proxy.client.stream("POST", CHAT, json=chat("a", stream=True, max_tokens=2000)) as first:
             chunks = first.aiter_bytes()  # without the variable httpx would close the answer
             await anext(chunks)
-            second = asyncio.create_task(door.client.post(CHAT, json=chat("b")))
-            await until(lambda: door.picker.metric("kvroute_queue_waiting") == 1)
+            second = asyncio.create_task(proxy.client.post(CHAT, json=chat("b")))
+            await until(lambda: proxy.picker.metric("kvroute_queue_waiting") == 1)
 
-            third = await door.client.post(CHAT, json=chat("c"))
+            third = await proxy.client.post(CHAT, json=chat("c"))
             assert (third.status_code, third.json()["error"]["code"]) == (429, "queue_full")
             second.cancel()
-            await until(lambda: door.picker.metric("kvroute_queue_waiting") == 0)
-            fourth = asyncio.create_task(door.client.post(CHAT, json=chat("d")))
-            await until(lambda: door.picker.metric("kvroute_queue_waiting") == 1)
+            await until(lambda: proxy.picker.metric("kvroute_queue_waiting") == 0)
+            fourth = asyncio.create_task(proxy.client.post(CHAT, json=chat("d")))
+            await until(lambda: proxy.picker.metric("kvroute_queue_waiting") == 1)
         assert (await fourth).status_code == 200
-        await door.until_idle()
+        await proxy.until_idle()
 
 
-async def test_the_openai_client_works_unchanged(run_door: RunDoor, change: Change):
-    async with run_door(2, change=change) as door:
-        async with openai.AsyncOpenAI(base_url=f"{door.envoy.url}/v1", api_key="none") as client:
+async def test_the_openai_client_works_unchanged(run_proxy: RunProxy, change: Change):
+    async with run_proxy(2, change=change) as proxy:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.envoy.url}/v1", api_key="none") as client:
             models = [model.id async for model in client.models.list()]
             one = await client.models.retrieve("sim-model")
             messages: Any = [{"role": "user", "content": "hi"}]
@@ -287,51 +287,51 @@ async def test_the_openai_client_works_unchanged(run_door: RunDoor, change: Chan
         assert len(chunks) > 5
         assert again.id == kept.id
         assert next_one.previous_response_id == kept.id
-        await door.until_idle()
+        await proxy.until_idle()
 
 
-async def test_answers_may_pass_the_picker(run_door: RunDoor):
+async def test_answers_may_pass_the_picker(run_proxy: RunProxy):
     """Data planes that send answers through the picker get each piece back; the metric shows that they do."""
 
     def whole(config: dict[str, Any]) -> dict[str, Any]:
         return one_filter(config, response_body_mode="FULL_DUPLEX_STREAMED")
 
-    async with run_door(1, change=whole) as door:
-        answer = await door.client.post(CHAT, json=chat("x", stream=True, max_tokens=50))
+    async with run_proxy(1, change=whole) as proxy:
+        answer = await proxy.client.post(CHAT, json=chat("x", stream=True, max_tokens=50))
 
         assert answer.text.rstrip().endswith("data: [DONE]")
-        assert door.picker.metric("kvroute_epp_response_bodies_total") > 0
-        await door.until_idle()
+        assert proxy.picker.metric("kvroute_epp_response_bodies_total") > 0
+        await proxy.until_idle()
 
 
-async def test_another_body_mode_is_refused_with_the_reason(run_door: RunDoor, caplog):
+async def test_another_body_mode_is_refused_with_the_reason(run_proxy: RunProxy, caplog):
     def buffered(config: dict[str, Any]) -> dict[str, Any]:
         return one_filter(config, request_body_mode="BUFFERED", request_trailer_mode="SKIP")
 
-    async with run_door(1, change=buffered) as door:
-        answer = await door.client.post(CHAT, json=chat("x"))
+    async with run_proxy(1, change=buffered) as proxy:
+        answer = await proxy.client.post(CHAT, json=chat("x"))
 
         assert answer.status_code == 400
         assert "FULL_DUPLEX_STREAMED" in answer.json()["error"]["message"]
         assert [record for record in caplog.records if "FULL_DUPLEX_STREAMED" in record.message]
 
 
-async def test_events_of_the_worker_show_the_first_token(run_door: RunDoor, change: Change):
+async def test_events_of_the_worker_show_the_first_token(run_proxy: RunProxy, change: Change):
     """Envoy shows the head of a stream before the prefill, which by the costs here would take no time."""
     routing = {"strategy": "kvaware", "costs": {"token_us": 0.001, "iteration_ms": 0, "context_token_ns": 0}}
     options = SimOptions(token_s=5e-4)
     sections = {"routing": routing, "tokens": {"timeout_ms": 10_000}}
-    async with run_door(1, options, change=change, **sections) as door:
-        (worker,), caches = door.picker.runtime.fleet.workers(), door.picker.runtime.router.caches
+    async with run_proxy(1, options, change=change, **sections) as proxy:
+        (worker,), caches = proxy.picker.runtime.fleet.workers(), proxy.picker.runtime.router.caches
         await until(lambda: [place.trust for place in caches.places(worker)] == [MapTrust.WHOLE])
         body = chat("word " * 2000, stream=True, max_tokens=1000, ignore_eos=True)
-        async with door.client.stream("POST", CHAT, json=body) as answer:
+        async with proxy.client.stream("POST", CHAT, json=body) as answer:
             chunks = answer.aiter_bytes()
             await anext(chunks)
-            await until(lambda: door.loads()[0][2] == 0)
-            assert door.loads()[0][0] == 1  # the answer goes on
-        await door.until_idle()
+            await until(lambda: proxy.loads()[0][2] == 0)
+            assert proxy.loads()[0][0] == 1  # the answer goes on
+        await proxy.until_idle()
 
-        (decision,) = door.picker.runtime.plane.journal.decisions(1)
+        (decision,) = proxy.picker.runtime.plane.journal.decisions(1)
         assert decision["reason"].startswith("kv_") or decision["reason"] == "only_worker"
         assert decision["time_to_first_byte_s"] > 1  # the worker computes 3,343 tokens of 0.5 ms

@@ -97,6 +97,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
     def match(self, path: list[int]) -> None:
         keys = chain(path)
         expected = {}
+        lengths = range(KEY_TOKENS, (len(keys) + 2) * KEY_TOKENS, KEY_TOKENS)
         for slot in SLOTS:
             parts = [
                 (
@@ -108,6 +109,8 @@ class IndexAgainstSets(RuleBasedStateMachine):
             found = plain_match(keys, *parts)  # type: ignore[arg-type]
             if found.tokens:
                 expected[slot] = found
+            held = [tokens for tokens in lengths if self.index.holds(slot, keys, tokens)]
+            assert held == [tokens for tokens in lengths if tokens <= found.gpu]
 
         assert self.index.match(keys) == expected
         gpu = {slot: found.gpu for slot, found in expected.items()}

@@ -45,6 +45,9 @@ class FakeMap:
     def match(self, prompt):
         return self.held
 
+    def holds(self, slot, keys, tokens):
+        return self.held.get(slot, Tokens()).gpu >= tokens
+
 
 @pytest.fixture
 def caches() -> FakeMap:

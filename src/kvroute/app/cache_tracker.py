@@ -19,7 +19,7 @@ from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import Tier
+from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, NotFound
 from kvroute.events.ingest import EventIngest, Stream, StreamFigures
@@ -105,6 +105,9 @@ class LiveCaches:
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         return held_tokens(self._index, self._chunks, self._lmcache_reports_l1, prompt, self._aheads)
+
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        return self._index.holds(slot, keys, tokens)
 
 
 def held_tokens(

@@ -15,7 +15,7 @@ from kvroute.app.collectors import l2_metrics, lmcache_map_bytes, map_metrics
 from kvroute.app.config import Config
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.blocks.chunks import ChunkScheme
-from kvroute.blocks.keys import Tier
+from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.blocks.known_prompts import id_array
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
@@ -74,6 +74,9 @@ class MirroredCaches:
         mirror = self.mirror
         by_lmcache = self._by_lmcache.__contains__
         return held_tokens(mirror.blocks, mirror.chunks, by_lmcache, prompt, self._aheads)
+
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        return self.mirror.blocks.holds(slot, keys, tokens)
 
     def on_message(self, message: Message) -> bool:
         """Apply a message of the other process; False if it does not concern the map."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvroute.blocks.keys import BlockKey
 from kvroute.epp.endpoints import Endpoints
 from kvroute.epp.messages import AnswerHead
 from kvroute.errors import NoRoutableWorker
@@ -26,7 +27,7 @@ from kvroute.gateway.waiting import QueueEntry
 from kvroute.index.prefix_index import MapTrust
 from kvroute.openai.endpoints import Endpoint
 from kvroute.routing.router import Dispatch
-from kvroute.routing.strategy import CacheMap, Candidate, ExactPrompt, RouteDecision, RouteQuery
+from kvroute.routing.strategy import CacheMap, Candidate, RouteDecision, RouteQuery
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class PickAnswer:
             self.outcome.set_result(outcome)
 
 
-class Attempts(NamedTuple):
+class EnvoyAttempts(NamedTuple):
     """What became of a request at the addresses that Envoy got."""
 
     tried: int
@@ -148,7 +149,7 @@ class Attempts(NamedTuple):
     """Which address has answered; None if it was Envoy itself, or a worker that Envoy has chosen."""
 
 
-def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> Attempts:
+def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> EnvoyAttempts:
     """Read from the head of an answer which workers Envoy has tried, and which of them failed.
 
     Envoy tries the addresses in their order, then workers of its own choice. Each attempt but the last one
@@ -161,19 +162,24 @@ def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> Attempts:
     if index is not None and not head.trouble:
         # More attempts than addresses up to this one: Envoy has begun again at the first one.
         failed = index if tried <= index + 1 else min(tried - 1, len(addresses))
-        return Attempts(tried, failed, index)
+        return EnvoyAttempts(tried, failed, index)
     failed = max(0, tried if head.is_workers_fault and not is_other else tried - 1)
     is_listed = not head.trouble and not is_other and failed < len(addresses)
-    return Attempts(tried, min(failed, len(addresses)), failed if is_listed else None)
+    return EnvoyAttempts(tried, min(failed, len(addresses)), failed if is_listed else None)
 
 
 class Expected(NamedTuple):
     """A prompt that a worker computes, and how the cache map shows that it is done."""
 
     slot: int
-    prompt: ExactPrompt
+    keys: Sequence[BlockKey]
+    """Its block keys, as this worker's blocks have them."""
     tokens: int
-    """Tokens in its full blocks."""
+    """Tokens in its full blocks, at least one block."""
+
+
+_NEXT_PROMPTS = 8
+"""Prompts behind the first one without events that are looked up, too, because single events may be lost."""
 
 
 class FirstTokens:
@@ -199,15 +205,17 @@ class FirstTokens:
     def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
         """What the events of this worker will show; None if they show nothing about this prompt."""
         held, worker = candidate.held, candidate.worker
-        if held is None or held.slot is None or len(query.exact) != 1:
+        if held is None or len(query.exact) != 1:
             return None
         place = next((each for each in self._caches.places(worker) if each.slot == held.slot), None)
         if place is None or place.trust is not MapTrust.WHOLE:
             return None
-        (prompt,), size = query.exact, worker.block_size
-        tokens = max(0, prompt.tokens - 1 - place.ahead) // size * size
+        (prompt,), size, ahead = query.exact, worker.block_size, place.ahead
+        tokens = max(0, prompt.tokens - 1 - ahead) // size * size
         # A prompt that the worker holds already, or will hold by an earlier request, has no event of its own.
-        return Expected(held.slot, prompt, tokens) if held.tokens.gpu < tokens else None
+        if held.tokens.gpu >= tokens:
+            return None
+        return Expected(place.slot, prompt.keys_ahead(ahead) if ahead else prompt.keys, tokens)
 
     def expect(self, expected: Expected, dispatch: PickedDispatch) -> None:
         """Report the first token of `dispatch` when the events show it."""
@@ -233,7 +241,7 @@ class FirstTokens:
         self._arm()
 
     def _computed(self, waiting: Sequence[tuple[Expected, PickedDispatch]]) -> int:
-        """How many of a worker's prompts, from the first one, are computed. O(log prompts) matches."""
+        """How many of a worker's prompts, from the first one, are computed. O(log prompts) lookups."""
         # Those before a computed one are computed, too, even if their events or blocks are lost.
         if not waiting or self._is_computed(waiting[-1][0]):
             return len(waiting)
@@ -244,11 +252,14 @@ class FirstTokens:
                 low = middle + 1
             else:
                 high = middle
+        # If the events of `waiting[low]` are lost, the search has missed the computed prompts behind it.
+        for number in range(min(low + _NEXT_PROMPTS, len(waiting) - 2), low, -1):
+            if self._is_computed(waiting[number][0]):
+                return number + 1
         return low
 
     def _is_computed(self, expected: Expected) -> bool:
-        found = self._caches.match(expected.prompt).get(expected.slot)
-        return found is not None and found.gpu >= expected.tokens
+        return self._caches.holds(*expected)
 
 
 class PickedDispatch(NamedTuple):

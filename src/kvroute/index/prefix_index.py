@@ -276,6 +276,23 @@ class PrefixIndex:
             lanes.match(keys, gpu)
         return gpu
 
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        """Whether the GPU memory of `slot` has the first `tokens` tokens of a prompt, as `match` counts them.
+
+        `tokens` is at least 1. One lookup if the last block is missing; else as `match`, but of this slot
+        only.
+        """
+        known = self._slots.get(slot)
+        for holder in known.holders[Tier.GPU] if known is not None else ():
+            for stride, bit in holder.lanes.items():
+                end, table = -(-tokens // (stride * KEY_TOKENS)) * stride, self._tables[stride]
+                if end <= len(keys) and table.has(bit, keys[end - 1]):
+                    found: dict[int, int] = {}
+                    _GpuLanes(table, {bit: (slot,)}).match(keys[:end], found)
+                    if found.get(slot, 0) >= tokens:
+                        return True
+        return False
+
     def size(self) -> IndexSize:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())

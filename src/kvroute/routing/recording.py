@@ -341,6 +341,10 @@ class _Inputs:
             return cast("RecordedKeys", prompt.keys).cached
         return prompt.held
 
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        """False: no decision asks for a single slot."""
+        return False
+
 
 class _RecordedFlights:
     """`InFlight.match` for recorded prompts."""

@@ -110,6 +110,10 @@ class CacheMap(Protocol):
         """Slot -> matched leading tokens, for slots that hold any. Changes nothing."""
         ...
 
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        """Whether the slot has the first `tokens` tokens of a prompt in GPU memory: `PrefixIndex.holds`."""
+        ...
+
 
 class NoMap:
     """The empty cache map of a gateway that does not follow caches."""
@@ -122,6 +126,9 @@ class NoMap:
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         return {}
+
+    def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
+        return False
 
 
 class Needs(StrEnum):
