@@ -119,6 +119,7 @@ def test_a_gateway_gets_a_route_to_pickers_that_share(tmp_path):
     assert pool["kind"] == "InferencePool"
     assert route["spec"]["parentRefs"] == [{"name": "edge", "namespace": "infra"}]
     assert "do not share" not in result.stderr
+    assert "the Gateway infra/edge is in another namespace" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,19 @@ def test_a_gateway_that_cannot_be_is_refused(spec, target, name, complaint):
     result = run("render", "-f", spec, "--to", target, "--gateway", name, code=2)
 
     assert complaint in result.stderr
+
+
+def test_a_spec_that_pickers_cannot_have_is_reported_and_nothing_is_written(tmp_path):
+    file = tmp_path / "spec.yaml"
+    settings = "  gateway: {settings: {server: {processes: 4}}}\n"
+    file.write_text((ROOT / "configs" / "hyperpod.yaml").read_text() + settings)
+    wanted = ["render", "-f", file, "--to", "kubernetes", "-o", tmp_path / "out"]
+
+    result = run(*wanted, "--gateway", "edge", code=1)
+
+    assert "x-kvroute.gateway.settings.server.processes: must be 1" in result.stderr
+    assert not (tmp_path / "out").exists()
+    run(*wanted)
 
 
 @pytest.mark.parametrize("command", ["check", "render"])

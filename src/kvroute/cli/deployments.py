@@ -32,8 +32,8 @@ from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
 from kvroute.deploy.render.kubernetes import SECRET_FILE
 from kvroute.deploy.render.manifest import with_earlier_keys
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_local_token_bytes
-from kvroute.deploy.render.reach import KUBERNETES, findings_for
-from kvroute.deploy.render.registry import TARGETS, rendered
+from kvroute.deploy.render.reach import KUBERNETES
+from kvroute.deploy.render.registry import TARGETS, rendered, target_findings
 from kvroute.deploy.render.site import local_site
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
@@ -501,9 +501,9 @@ def render(
     reading = reading_of(read_text(file), versions)
     findings = list(reading.findings)
     if reading.document is not None:
-        findings = list(findings_for(target, reading.document, findings, shares=door is not None))
+        findings = target_findings(target, reading.document, findings, door)
     print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
-    if reading.document is None:
+    if reading.document is None or any(each.verdict is FieldVerdict.WRONG for each in findings):
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     click.echo(f"{file}: {count(findings)}", err=True)
     files = rendered(target, with_local_token_bytes(plan_endpoint(reading.document)), door)

@@ -12,6 +12,9 @@ from kvroute.app.config import Config, load
 from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
 from kvroute.deploy.render.kubernetes import SECRET_FILE, kubernetes_objects, render_kubernetes
 from kvroute.deploy.render.manifest import with_earlier_keys
+from kvroute.deploy.render.registry import target_findings
+from kvroute.deploy.spec.loading import Finding, SpecReading
+from kvroute.deploy.spec.source import FieldVerdict
 from kvroute.fleet.discovery.kubernetes_api import read_pool
 
 DOOR = GatewayRef("inference", "infra")
@@ -27,6 +30,12 @@ def objects_of(plan) -> Found:
     for each in objects:
         check(each)
     return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def picker_findings_of(reading: SpecReading, target: str, door: GatewayRef = DOOR) -> list[Finding]:
+    """What is found for a target with pickers in a spec without a wrong field."""
+    document = reading.require("spec.yaml")
+    return target_findings(target, document, reading.findings, door if target == "kubernetes" else None)
 
 
 def picker_config(found: Found, tmp_path) -> Config:
@@ -135,6 +144,121 @@ def test_generated_keys_are_kept(own, plan):
     (before,) = yaml.safe_load_all(plain)
     assert admin == before
     assert sharing in list(yaml.safe_load_all(later))
+
+
+def test_keys_of_pickers_outlive_a_rendering_without_them(own, plan):
+    """Otherwise pickers that run would have other keys than those that start later."""
+    pickers = render_kubernetes(plan(own()), DOOR)[SECRET_FILE]
+    gateway = with_earlier_keys(render_kubernetes(plan(own()))[SECRET_FILE], pickers)
+
+    again = with_earlier_keys(render_kubernetes(plan(own()), DOOR)[SECRET_FILE], gateway)
+
+    assert again == pickers
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limits"),
+    [
+        ({"minReplicaCount": 1, "maxReplicaCount": 1}, (2, 2)),
+        ({"maxReplicaCount": 8}, (2, 8)),
+        ({"minReplicaCount": 3, "maxReplicaCount": 8}, (3, 8)),
+    ],
+)
+def test_an_autoscaler_keeps_two_pickers(scaling, limits, own, plan):
+    found = objects_of(plan(own({"spec.intelligentRoutingSpec.autoScalingSpec": scaling})))
+    limits_of = found["HorizontalPodAutoscaler", "demo-gateway"]["spec"]
+
+    assert (limits_of["minReplicas"], limits_of["maxReplicas"]) == limits
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "complaint"),
+    [
+        (
+            {
+                "x-kvroute.kubernetes": {"workload": "Deployment"},
+                "x-kvroute.scaling": {"deletionCost": True},
+            },
+            "kubernetes",
+            "x-kvroute.scaling.deletionCost: needs one gateway",
+        ),
+        (
+            {"x-kvroute.gateway.settings": {"scaling": {"deletion_cost": {"enabled": True}}}},
+            "kubernetes",
+            "x-kvroute.gateway.settings.scaling.deletion_cost.enabled: needs one gateway",
+        ),
+        *(
+            (
+                {"x-kvroute.gateway.settings": {"server": {"processes": 2}}},
+                target,
+                "x-kvroute.gateway.settings.server.processes: must be 1",
+            )
+            for target in ("kubernetes", "envoy")
+        ),
+        ({"x-kvroute.gateway.port": 9002}, "kubernetes", "x-kvroute.gateway.port: 9002"),
+        (
+            {"x-kvroute.gateway.settings": {"epp": {"http_port": 9002}}},
+            "kubernetes",
+            "x-kvroute.gateway.settings.epp.http_port: 9002",
+        ),
+        (
+            {"x-kvroute.gateway.settings": {"server": {"port": 9002}}},
+            "kubernetes",
+            "x-kvroute.gateway.settings.server.port: 9002",
+        ),
+        (KVAWARE | {"x-kvroute.gateway.port": 9300}, "kubernetes", "x-kvroute.gateway.port: 9300"),
+        ({"x-kvroute.gateway.port": 9901}, "envoy", "x-kvroute.gateway.port: 9901"),
+        (
+            {"spec.worker.modelInvocationPort": {"containerPort": 9089}, "spec.replicas": 2},
+            "envoy",
+            "spec.worker.modelInvocationPort.containerPort: 9090",
+        ),
+    ],
+)
+def test_what_pickers_cannot_have_is_refused_by_name(changes, target, complaint, own, read):
+    findings = picker_findings_of(read(own(changes)), target)
+
+    (wrong,) = [each for each in findings if each.verdict is FieldVerdict.WRONG]
+    assert str(wrong).startswith(complaint)
+    assert not [each for each in findings if each.path == wrong.path and each is not wrong]
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "envoy"])
+def test_other_ports_of_workers_and_gateway_are_rendered(target, own, read):
+    """In a cluster workers and pickers have addresses of their own."""
+    port = 9002 if target == "kubernetes" else 9100
+    changes = {"spec.worker.modelInvocationPort": {"containerPort": port}, "x-kvroute.gateway.port": 9003}
+    if target == "envoy":
+        changes["x-kvroute.gateway.port"] = 9200
+
+    findings = picker_findings_of(read(own(changes)), target)
+
+    assert not [each for each in findings if each.verdict is FieldVerdict.WRONG]
+
+
+@pytest.mark.parametrize(("door", "is_noted"), [(DOOR, True), (GatewayRef("inference"), False)])
+def test_a_gateway_of_another_namespace_must_accept_the_route(door, is_noted, own, read):
+    findings = picker_findings_of(read(own()), "kubernetes", door)
+
+    noted = [each.text for each in findings if each.verdict is FieldVerdict.NOTED]
+    assert any("allowedRoutes" in text for text in noted) is is_noted
+
+
+def test_an_endpoints_own_namespace_needs_no_note(own, read, plan):
+    door = GatewayRef("inference", plan(own()).namespace)
+
+    assert not [each for each in picker_findings_of(read(own()), "kubernetes", door) if not each.path]
+
+
+def test_fewer_than_two_pickers_are_noted(own, read):
+    scaling = {"minReplicaCount": 1, "maxReplicaCount": 4}
+    reading = read(own({"spec.intelligentRoutingSpec.autoScalingSpec": scaling}))
+
+    texts = [str(each) for each in picker_findings_of(reading, "kubernetes")]
+
+    field = "spec.intelligentRoutingSpec.autoScalingSpec"
+    assert f"{field}.minReplicaCount: applied as 2, the least number of pickers" in texts
+    assert not [text for text in texts if text.startswith(f"{field}.maxReplicaCount: applied as")]
 
 
 def test_the_network_lets_the_gateways_envoys_reach_pickers_and_workers(own, plan):

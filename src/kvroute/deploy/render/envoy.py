@@ -7,8 +7,9 @@ implementation configures Envoy.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -27,7 +28,8 @@ from kvroute.deploy.render.manifest import (
 )
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.reach import report_ports
-from kvroute.deploy.render.site import LOOPBACK, local_site
+from kvroute.deploy.render.site import LOOPBACK, kubernetes_site, local_site
+from kvroute.deploy.spec.source import FieldVerdict, Path
 
 _TYPE: Final = "type.googleapis.com/"
 _DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -347,6 +349,8 @@ def _other_reports(plan: EndpointPlan, number: int) -> str:
 
 
 GRPC_PORT: Final = PICKER_PORTS[0][0]
+LEAST_PICKERS: Final = 2
+"""The second one works while the first one is away."""
 INFERENCE_API: Final = "inference.networking.k8s.io"
 _ROUTE_API: Final = "gateway.networking.k8s.io"
 _GATEWAY_LABELS: Final = (f"{_ROUTE_API}/gateway-name", "gateway.envoyproxy.io/owning-gateway-name")
@@ -370,6 +374,88 @@ def gateway_ref(text: str) -> GatewayRef:
     if len(namespace) > 1 or not all(_NAME.fullmatch(each) for each in (*namespace, name)):
         raise ValueError(f"{text!r} is not [NAMESPACE/]NAME")
     return GatewayRef(name, namespace[0] if namespace else None)
+
+
+_SETTINGS: Final[Path] = ("x-kvroute", "gateway", "settings")
+
+
+def picker_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tuple[Path, FieldVerdict, str]]:
+    """Yield the fields that pickers cannot have, or have in another way than a gateway.
+
+    An empty path is the whole spec. Without `door` it is about the pickers of `render_envoy`.
+    """
+    extension = plan.extension
+    if _setting(plan, "server", "processes") not in (None, 1):
+        text = "must be 1: an endpoint picker is one process; several pickers are rendered instead"
+        yield (*_SETTINGS, "server", "processes"), FieldVerdict.WRONG, text
+    text = (
+        "needs one gateway: each of the pickers, two at least, would write costs of its own on the same pods"
+    )
+    if door is not None and extension.scaling.deletion_cost:
+        yield ("x-kvroute", "scaling", "deletionCost"), FieldVerdict.WRONG, text
+    elif _setting(plan, "scaling", "deletion_cost", "enabled"):
+        yield (*_SETTINGS, "scaling", "deletion_cost", "enabled"), FieldVerdict.WRONG, text
+    yield from _port_findings(plan, door)
+    if door is None:
+        return
+    routing = plan.spec.intelligent_routing_spec
+    scaling = routing.auto_scaling_spec if routing is not None else None
+    for key, number in (
+        ("minReplicaCount", scaling.min_replica_count if scaling is not None else LEAST_PICKERS),
+        ("maxReplicaCount", scaling.max_replica_count if scaling is not None else LEAST_PICKERS),
+    ):
+        if number < LEAST_PICKERS:
+            text = f"applied as {LEAST_PICKERS}, the least number of pickers"
+            yield ("spec", "intelligentRoutingSpec", "autoScalingSpec", key), FieldVerdict.NOTED, text
+    if door.namespace not in (None, plan.namespace):
+        text = (
+            f"the Gateway {door.namespace}/{door.name} is in another namespace than the route: one of its "
+            f"listeners must accept routes of the namespace {plan.namespace} (allowedRoutes.namespaces; by "
+            "default a listener accepts those of its own namespace only)"
+        )
+        yield (), FieldVerdict.NOTED, text
+
+
+def _port_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tuple[Path, FieldVerdict, str]]:
+    """Yield the ports that two listeners of one host or one pod would have."""
+    own: Path = ("x-kvroute", "gateway", "port")
+    port = _setting(plan, "server", "port")
+    if port is None:
+        port = plan.extension.gateway.port
+    else:
+        own = (*_SETTINGS, "server", "port")
+    if door is not None:
+        http = _setting(plan, "epp", "http_port")
+        if http is not None:
+            own, port = (*_SETTINGS, "epp", "http_port"), http
+        reports = report_ports(plan, kubernetes_site(plan, 1))
+        taken = {GRPC_PORT: "gRPC"} | {number: name for name, number in reports.items()}
+        if port in taken:
+            yield (
+                own,
+                FieldVerdict.WRONG,
+                f"{port} is the pickers' port for {taken[port]}: choose another one",
+            )
+        return
+    taken = dict.fromkeys(
+        (*chain(*PICKER_PORTS), ADMIN_PORT), "a port of the pickers or of Envoy's admin page"
+    )
+    if port in taken:
+        yield own, FieldVerdict.WRONG, f"{port} is {taken[port]} on the same host: choose another one"
+    for worker in local_site(plan).workers:
+        if worker.port in taken:
+            field: Path = ("spec", "worker", "modelInvocationPort", "containerPort")
+            text = f"{worker.port}, the port of {worker.name}, is {taken[worker.port]} on the same host"
+            yield field, FieldVerdict.WRONG, text
+            return
+
+
+def _setting(plan: EndpointPlan, *path: str) -> Any:
+    """A value of `x-kvroute.gateway.settings`; None without it."""
+    found: Any = plan.extension.gateway.settings
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def shares_own_redis(plan: EndpointPlan) -> bool:

@@ -19,6 +19,7 @@ from kvroute.deploy.render.config import (
 )
 from kvroute.deploy.render.envoy import (
     INFERENCE_API,
+    LEAST_PICKERS,
     GatewayRef,
     data_plane,
     pickers_config,
@@ -62,10 +63,11 @@ CPU_USE_PERCENT = 70
 # --- scaling ----------------------------------------------------------------------------------------------
 
 
-def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
+def scaling_manifests(plan: EndpointPlan, *, is_picker: bool = False) -> Iterator[Manifest]:
     """Autoscalers of workers and gateway: KEDA's if there are triggers, else an HPA.
 
-    The workers' can follow `kvroute_workers_needed`: as one of KEDA's triggers, or as an external metric.
+    The workers' can follow `kvroute_workers_needed`: as one of KEDA's triggers, or as an external metric. Of
+    pickers there are `LEAST_PICKERS` at least.
     """
     routing = plan.spec.intelligent_routing_spec
     workload = plan.extension.kubernetes.workload
@@ -87,15 +89,17 @@ def scaling_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
         name, reference = target, {"apiVersion": "apps/v1", "kind": kind, "name": target}
         triggers = [_prometheus(each) for each in scaling.prometheus()]
         triggers += [_cloud_watch(each, plan.region or "") for each in scaling.cloud_watch()]
+        least = LEAST_PICKERS if is_picker and component == GATEWAY else 0
         own = plan.extension.scaling if component == WORKER else None
         by_need = own is not None and own.by == "workersNeeded"
         if own is not None and own.prometheus_address is not None:
             triggers.append(_needed_trigger(plan, own.prometheus_address))
         if triggers:
-            spec = _scaled_object(scaling, reference, triggers)
+            spec = _scaled_object(scaling, reference, triggers, least)
             yield manifest("keda.sh/v1alpha1", "ScaledObject", plan, name, component, spec=spec)
         else:
-            spec = _autoscaler(scaling, reference, _needed_metric(plan) if by_need else _CPU_METRIC)
+            metric = _needed_metric(plan) if by_need else _CPU_METRIC
+            spec = _autoscaler(scaling, reference, metric, least)
             yield manifest("autoscaling/v2", "HorizontalPodAutoscaler", plan, name, component, spec=spec)
 
 
@@ -143,23 +147,25 @@ def _needed_trigger(plan: EndpointPlan, prometheus_address: str) -> dict[str, An
     }
 
 
-def _autoscaler(scaling: AutoScaling, reference: dict[str, str], metric: dict[str, Any]) -> dict[str, Any]:
+def _autoscaler(
+    scaling: AutoScaling, reference: dict[str, str], metric: dict[str, Any], least: int
+) -> dict[str, Any]:
     return {
         "scaleTargetRef": reference,
-        "minReplicas": scaling.min_replica_count,
-        "maxReplicas": scaling.max_replica_count,
+        "minReplicas": max(scaling.min_replica_count, least),
+        "maxReplicas": max(scaling.max_replica_count, least),
         "metrics": [metric],
         "behavior": _behavior(scaling),
     }
 
 
 def _scaled_object(
-    scaling: AutoScaling, reference: dict[str, str], triggers: list[dict[str, Any]]
+    scaling: AutoScaling, reference: dict[str, str], triggers: list[dict[str, Any]], least: int
 ) -> dict[str, Any]:
     return {
         "scaleTargetRef": reference,
-        "minReplicaCount": scaling.min_replica_count,
-        "maxReplicaCount": scaling.max_replica_count,
+        "minReplicaCount": max(scaling.min_replica_count, least),
+        "maxReplicaCount": max(scaling.max_replica_count, least),
         "pollingInterval": scaling.polling_interval,
         "cooldownPeriod": scaling.cooldown_period,
         "initialCooldownPeriod": scaling.initial_cooldown_period,
@@ -443,7 +449,7 @@ def _deployment(
     }
     return {
         # With an autoscaler, `replicas` would undo its decision at each `kubectl apply`.
-        **({} if is_autoscaled else {"replicas": max(gateway.replicas, 2 if is_picker else 1)}),
+        **({} if is_autoscaled else {"replicas": max(gateway.replicas, LEAST_PICKERS if is_picker else 1)}),
         # A gateway ends when its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": matching(plan, GATEWAY),
@@ -474,7 +480,7 @@ def kubernetes_objects(plan: EndpointPlan, door: GatewayRef | None = None) -> di
         "route.yaml": list(route_manifests(plan, config, door)) if door is not None else [],
         "sharing.yaml": list(sharing_manifests(plan)) if is_picker and shares_own_redis(plan) else [],
         "network.yaml": list(network_manifests(plan, site, list(ports.values()), relay)),
-        "scaling.yaml": list(scaling_manifests(plan)),
+        "scaling.yaml": list(scaling_manifests(plan, is_picker=is_picker)),
         "monitoring.yaml": list(monitoring_manifests(plan)),
     }
     return {name: objects for name, objects in files.items() if objects}

@@ -513,21 +513,23 @@ def run_as(user: int) -> dict[str, Any]:
 def with_earlier_keys(text: str, earlier: str) -> str:
     """The new `text` of SECRET_FILE with the keys of the `earlier` text, so that rendering again keeps them.
 
-    Raises ValueError if `earlier` is not the text of such a file.
+    Earlier Secrets that `text` lacks stay, for pickers that are rendered again later. Raises ValueError if
+    `earlier` is not the text of such a file.
     """
     comments = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
     try:
-        known = {each["metadata"]["name"]: each["stringData"] for each in yaml.safe_load_all(earlier)}
-    except (yaml.YAMLError, KeyError, TypeError):
-        known = {}
+        known = {each["metadata"]["name"]: each for each in yaml.safe_load_all(earlier)}
+        keys = {name: dict(each["stringData"]) for name, each in known.items()}
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        known, keys = {}, {}
     if not known:
         raise ValueError("it is not a Secret with stringData")
-    return comments + as_yaml(
-        [
-            each | {"stringData": each["stringData"] | known.get(each["metadata"]["name"], {})}
-            for each in yaml.safe_load_all(text)
-        ]
-    )
+    made = list(yaml.safe_load_all(text))
+    names = {each["metadata"]["name"] for each in made}
+    merged = [
+        each | {"stringData": each["stringData"] | keys.get(each["metadata"]["name"], {})} for each in made
+    ]
+    return comments + as_yaml(merged + [each for name, each in known.items() if name not in names])
 
 
 def as_yaml(objects: list[Manifest]) -> str:

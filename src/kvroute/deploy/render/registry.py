@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config
-from kvroute.deploy.render.envoy import GatewayRef, render_envoy
+from kvroute.deploy.render.envoy import GatewayRef, picker_findings, render_envoy
 from kvroute.deploy.render.kubernetes import render_kubernetes
 from kvroute.deploy.render.lmcache import render_lmcache
-from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
+from kvroute.deploy.render.reach import ENVOY, findings_for
 from kvroute.deploy.render.worker_args import render_worker_args
+from kvroute.deploy.spec.endpoint import Document
+from kvroute.deploy.spec.loading import Finding
 
 
 class RenderTarget(NamedTuple):
@@ -36,3 +39,20 @@ TARGETS: Final[dict[str, RenderTarget]] = {
 def rendered(target: str, plan: EndpointPlan, door: GatewayRef | None) -> dict[str, str]:
     """The files of a target. `door`, which only kubernetes can have, puts a Gateway before the workers."""
     return TARGETS[target].render(plan) if door is None else render_kubernetes(plan, door)
+
+
+def target_findings(
+    target: str, document: Document, findings: Sequence[Finding], door: GatewayRef | None
+) -> list[Finding]:
+    """`findings` for a target, and what the target cannot render. See `rendered`."""
+    found = list(findings_for(target, document, findings, shares=door is not None))
+    if door is None and target != ENVOY:
+        return found
+    lines = {each.path: each.line for each in findings}
+    own = []
+    for path, verdict, text in picker_findings(plan_endpoint(document), door):
+        above = [path[:length] for length in range(len(path), 0, -1)]
+        line = next((lines[each] for each in above if each in lines), None)
+        own.append(Finding(path, line, verdict, text))
+    replaced = {each.path for each in own if each.path}
+    return [each for each in found if each.path not in replaced] + own
