@@ -305,6 +305,39 @@ def test_a_picker_is_an_inference_pool_and_its_route_leads_there():
     assert backend == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "gw-kvroute"}
 
 
+def test_a_picker_finds_the_workers_by_its_inference_pool_and_may_read_it():
+    found = rendered(SETTINGS["a picker for Envoy"])
+    rules = found["Role", "gw-kvroute"]["rules"]
+
+    pool = {"enabled": True, "namespace": "llm", "pool": "gw-kvroute"}
+    assert gateway_config(found)["fleet"]["kubernetes"] == pool
+    granted = {(rule["apiGroups"][0], each): rule["verbs"] for rule in rules for each in rule["resources"]}
+    assert granted["inference.networking.k8s.io", "inferencepools"] == ["get", "list", "watch"]
+    gateway = rendered(SETTINGS["two gateways that share"])["Role", "gw-kvroute"]["rules"]
+    assert not any("inferencepools" in rule["resources"] for rule in gateway)
+
+
+@pytest.mark.parametrize(
+    ("values", "mode"),
+    [
+        ({}, "FailOpen"),
+        ({"apiKeys": {"name": "clients", "key": "keys"}}, "FailClose"),
+        ({"clientKeys": {"name": "clients", "key": "keys.yaml"}}, "FailClose"),
+        ({"apiKeys": {"name": "clients", "key": "keys"}, "picker": {"failureMode": "FailOpen"}}, "FailOpen"),
+    ],
+)
+def test_requests_pass_no_dead_picker_that_checks_keys(values, mode):
+    pool = rendered(SETTINGS["a picker for Envoy"] | values)["InferencePool", "gw-kvroute"]["spec"]
+
+    assert pool["endpointPickerRef"]["failureMode"] == mode
+
+
+def test_an_encrypted_picker_is_not_called_plaintext():
+    found = rendered(SETTINGS["a picker for Envoy"] | {"tls": {"secretName": "gateway-tls"}})
+
+    assert all("appProtocol" not in port for port in found["Service", "gw-kvroute"]["spec"]["ports"])
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -314,6 +347,18 @@ def test_a_picker_is_an_inference_pool_and_its_route_leads_there():
         (PODS | {"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: name the Gateway"),
         ({"door": "picker", "workers": {"urls": ["http://a:1"]}}, "an InferencePool selects"),
         (PODS | {"door": "picker", "ingress": {"enabled": True}}, "use httpRoute"),
+        (
+            PODS | {"door": "picker", "config": {"server": {"processes": 2}}},
+            "config.server.processes: must be 1",
+        ),
+        (
+            PODS | {"door": "picker", "service": {"port": 9002}},
+            "service.port: 9002 is the picker's gRPC port",
+        ),
+        (
+            {"door": "picker", "workers": {"labels": {"app": "vllm"}, "namespace": "engines"}},
+            "workers.namespace: an InferencePool selects pods of its own namespace",
+        ),
     ],
 )
 def test_wrong_values_are_refused_in_words(values, problem):

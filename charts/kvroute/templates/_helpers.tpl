@@ -66,7 +66,11 @@ labels:
 {{- $_ := set $server "tls" $tls -}}
 {{- end -}}
 {{- $fleet := dict -}}
-{{- if .Values.workers.labels -}}
+{{- if and .Values.workers.labels $picker -}}
+{{- /* Envoy and the picker must mean the same workers and ports: both read the InferencePool. */ -}}
+{{- if not (has .Values.workers.namespace (list "" .Release.Namespace)) }}{{ fail "workers.namespace: an InferencePool selects pods of its own namespace, so install the chart with door picker in that of the workers" }}{{ end -}}
+{{- $_ := set $fleet "kubernetes" (dict "enabled" true "namespace" .Release.Namespace "pool" $name) -}}
+{{- else if .Values.workers.labels -}}
 {{- $pairs := list -}}
 {{- range $key, $value := .Values.workers.labels }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end -}}
 {{- $found := dict "enabled" true "namespace" (.Values.workers.namespace | default .Release.Namespace) "selector" (join "," $pairs) "port" .Values.workers.port -}}
@@ -76,6 +80,7 @@ labels:
 {{- else if not .Values.config.fleet -}}
 {{- fail "no workers: set workers.labels, workers.urls or config.fleet" -}}
 {{- end -}}
+{{- if and $picker (gt (int (dig "server" "processes" 1 .Values.config)) 1) }}{{ fail "config.server.processes: must be 1 with door picker, because an endpoint picker is one process; set replicas" }}{{ end -}}
 {{- $service := printf "%s.%s" $name .Release.Namespace -}}
 {{- $hosts := concat (list $name $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service)) .Values.ingress.hosts .Values.httpRoute.hostnames -}}
 {{- $admin := dict "api_key_file" "/run/secrets/kvroute/admin-key" "allowed_hosts" $hosts -}}
