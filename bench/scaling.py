@@ -139,7 +139,7 @@ class Fleet(Kvroute):
         self.needed = needed
         rest = surplus(self.written, needed, WORKERS // 2)
         for worker in workers:
-            worker.ramp = OPTIONS.surplus_share if worker.id in rest else 1.0
+            worker.share = OPTIONS.surplus_share if worker.id in rest else 1.0
 
     def cheapest(self, count: int) -> list[int]:
         """The workers that Kubernetes removes first."""

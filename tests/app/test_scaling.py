@@ -191,7 +191,7 @@ async def test_workers_that_would_be_removed_get_less_traffic_until_the_load_nee
         await gateway.round()
         gateway.steer()
 
-        assert {name: worker.ramp for name, worker in gateway.workers.items()} == {
+        assert {name: worker.share for name, worker in gateway.workers.items()} == {
             "a": 1.0,
             "b": 0.5,
             "c": 0.5,
@@ -204,7 +204,7 @@ async def test_workers_that_would_be_removed_get_less_traffic_until_the_load_nee
         await gateway.clock.advance(60.0)
         gateway.steer()
 
-        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+        assert {worker.share for worker in gateway.workers.values()} == {1.0}
         assert "less traffic for no worker" in caplog.text
 
 
@@ -213,7 +213,7 @@ async def test_the_least_number_of_workers_keeps_its_traffic():
         await gateway.round()
         gateway.steer()
 
-        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
+        assert sorted(worker.share for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
 
 
 async def test_while_a_cost_is_unknown_nobody_gets_less_traffic():
@@ -222,13 +222,13 @@ async def test_while_a_cost_is_unknown_nobody_gets_less_traffic():
         await gateway.round()
         gateway.steer()
 
-        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+        assert {worker.share for worker in gateway.workers.values()} == {1.0}
 
         gateway.api.refused.clear()
         await gateway.round()
         gateway.steer()
 
-        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 0.25, 1.0]
+        assert sorted(worker.share for worker in gateway.workers.values()) == [0.25, 0.25, 1.0]
 
 
 async def test_a_worker_that_is_no_pod_keeps_its_traffic():
@@ -237,8 +237,8 @@ async def test_a_worker_that_is_no_pod_keeps_its_traffic():
         await gateway.round()
         gateway.steer()
 
-        assert gateway.workers["b"].ramp == 1.0
-        assert sorted(worker.ramp for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
+        assert gateway.workers["b"].share == 1.0
+        assert sorted(worker.share for worker in gateway.workers.values()) == [0.25, 1.0, 1.0]
 
 
 async def test_with_a_share_of_one_nothing_is_steered():
@@ -246,7 +246,7 @@ async def test_with_a_share_of_one_nothing_is_steered():
         await gateway.round()
         gateway.steer()
 
-        assert {worker.ramp for worker in gateway.workers.values()} == {1.0}
+        assert {worker.share for worker in gateway.workers.values()} == {1.0}
         assert "kvroute_workers_surplus{" not in gateway.figures()
 
 
@@ -257,7 +257,7 @@ async def test_a_ramp_after_an_ejection_goes_on():
         gateway.runtime.fleet.mark_healthy(ramping, gateway.clock.now(), ramp_start=0.1, ramp_s=60.0)
         gateway.steer()
 
-        assert ramping.ramp == 0.1
+        assert ramping.share == 0.1
 
 
 async def test_a_refusal_ends_the_round_is_counted_and_logged_once(caplog):

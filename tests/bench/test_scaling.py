@@ -133,7 +133,7 @@ def test_steering_leaves_new_conversations_to_the_workers_that_would_stay() -> N
         ask(fleet, number / 2, number)
     fleet.until(60.0)
     fleet.write_costs()
-    rest = {worker.index for worker in fleet.gateways[0].view.workers if worker.ramp < 1.0}
+    rest = {worker.index for worker in fleet.gateways[0].view.workers if worker.share < 1.0}
     costs = {worker.index: fleet.written[worker.id] for worker in fleet.gateways[0].view.workers}
 
     new = [ask(fleet, 60.0 + number, 100 + number) for number in range(20)]

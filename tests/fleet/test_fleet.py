@@ -280,18 +280,18 @@ def test_an_ejection_is_logged_with_its_cause_only_for_a_healthy_worker() -> Non
 def test_a_worker_that_is_back_ramps_up() -> None:
     fleet = fleet_of("a")
     worker = fleet.get("a")
-    assert worker.ramp_at(0.0) == 1.0
+    assert worker.share_at(0.0) == 1.0
     fleet.mark_unhealthy(worker, Ejection.PROBES, "dead")
 
     fleet.mark_healthy(worker, 100.0, ramp_start=0.1, ramp_s=10.0)
 
     assert (worker.ejection, worker.trouble) == (None, "")
-    assert worker.ramp == 0.1
+    assert worker.share == 0.1
     fleet.refresh_ramp(worker, 104.0)
-    assert worker.ramp == pytest.approx(0.46)
-    assert worker.ramp_at(105.0) == pytest.approx(0.55)
+    assert worker.share == pytest.approx(0.46)
+    assert worker.share_at(105.0) == pytest.approx(0.55)
     fleet.refresh_ramp(worker, 111.0)
-    assert (worker.ramp, worker.ramp_until) == (1.0, None)
+    assert (worker.share, worker.ramp_until) == (1.0, None)
 
 
 def test_news_of_a_worker_that_left_are_ignored_even_if_another_has_its_name() -> None:

@@ -76,7 +76,7 @@ async def test_one_passed_probe_makes_an_unknown_worker_healthy_without_any_wait
     await watched.start("a", "b")
 
     assert [worker.state for worker in watched.fleet.workers()] == [HEALTHY, HEALTHY]
-    assert watched["a"].ramp_at(watched.clock.now()) == 1.0
+    assert watched["a"].share_at(watched.clock.now()) == 1.0
 
 
 async def test_models_and_capacity_are_known_before_the_first_request(watched: Watched) -> None:
@@ -222,7 +222,7 @@ async def test_a_worker_that_was_never_up_gets_its_full_share_when_it_comes(watc
 
     await watched.until("a", HEALTHY, within_s=2.0)
 
-    assert watched["a"].ramp_at(watched.clock.now()) == 1.0
+    assert watched["a"].share_at(watched.clock.now()) == 1.0
 
 
 async def test_a_worker_that_is_back_ramps_up(watched: Watched) -> None:
@@ -233,11 +233,11 @@ async def test_a_worker_that_is_back_ramps_up(watched: Watched) -> None:
     await watched.until("a", HEALTHY, within_s=2.0)
     back = watched.clock.now()
 
-    assert watched["a"].ramp_at(back) == pytest.approx(0.1, abs=0.01)
+    assert watched["a"].share_at(back) == pytest.approx(0.1, abs=0.01)
     await watched.clock.advance(5.0)
-    assert watched["a"].ramp == pytest.approx(0.55, abs=0.1), "refreshed by probes"
+    assert watched["a"].share == pytest.approx(0.55, abs=0.1), "refreshed by probes"
     await watched.clock.advance(6.0)
-    assert watched["a"].ramp == 1.0
+    assert watched["a"].share == 1.0
 
 
 async def test_a_draining_worker_is_probed_on(watched: Watched) -> None:

@@ -38,17 +38,17 @@ def test_listed_models_override_configured_ones() -> None:
 
 def test_ramp_rises_linearly_from_its_start_to_one() -> None:
     back = worker()
-    back.ramp, back.ramp_since, back.ramp_until = 0.1, 50.0, 60.0
+    back.share, back.ramp_since, back.ramp_until = 0.1, 50.0, 60.0
 
-    assert back.ramp_at(50.0) == 0.1
-    assert back.ramp_at(55.0) == 0.55
-    assert back.ramp_at(60.0) == 1.0
-    assert back.ramp_at(1e9) == 1.0
-    assert back.ramp_at(40.0) == 0.1
+    assert back.share_at(50.0) == 0.1
+    assert back.share_at(55.0) == 0.55
+    assert back.share_at(60.0) == 1.0
+    assert back.share_at(1e9) == 1.0
+    assert back.share_at(40.0) == 0.1
 
 
 def test_without_a_ramp_the_share_is_full() -> None:
-    assert worker().ramp_at(1.0) == 1.0
+    assert worker().share_at(1.0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_processes_share_a_limit(limit, shares):
 def test_a_worker_that_ramps_has_a_part_of_its_limit():
     clock = ManualClock(100.0)
     held = permits(clock, max_concurrent=10)
-    one = worker(ramp=0.1, ramp_since=100.0, ramp_until=110.0)
+    one = worker(share=0.1, ramp_since=100.0, ramp_until=110.0)
     dispatch(held, one)
 
     assert not held.has_free(one)

@@ -296,7 +296,7 @@ def test_the_hash_does_not_depend_on_the_order_of_the_workers(model, workers, qu
 
 
 def test_a_worker_just_back_gets_its_share_only(model, workers, query) -> None:
-    workers[A].ramp = 0.25
+    workers[A].share = 0.25
 
     by_worker = {c.worker.index: c for c in model.rank(query(), workers)}
 

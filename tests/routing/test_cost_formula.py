@@ -55,7 +55,7 @@ def candidate_of(costs, history, query, worker, queue, held, load, where, speeds
         memory = residence * max(0.0, over) / part.capacity_blocks
     decode = costs.active_token_s * queue.active_tokens
     score = max(wait, load.ready_s) + prefill + memory + eviction + marginal + decode
-    ramp = score / worker.ramp_at(query.now) - score if worker.ramp < 1.0 else 0.0
+    ramp = score / worker.share_at(query.now) - score if worker.share < 1.0 else 0.0
     terms = CostTerms(wait, load.ready_s, prefill, memory, eviction, marginal, decode, ramp)
     return Candidate(worker, score + ramp, held, prefill, terms, where)
 
@@ -112,7 +112,7 @@ class Scene:
             self.workers[0].facts = WorkerFacts()
         for worker in self.workers:
             if rng.random() < 0.2:
-                worker.ramp, worker.ramp_since, worker.ramp_until = 0.3, 0.0, rng.choice((None, 30.0, 90.0))
+                worker.share, worker.ramp_since, worker.ramp_until = 0.3, 0.0, rng.choice((None, 30.0, 90.0))
         seconds = rng.choice((0.0, 0.3, 20.0))
         live(rng, self.workers[: rng.randint(1, size)], self.ranks, seconds)
         self.history = RadixHistory(rng.choice((40, 100_000)))

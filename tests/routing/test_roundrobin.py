@@ -86,7 +86,7 @@ def test_each_model_has_its_own_rotation(strategy, workers, make_view) -> None:
 
 
 def test_a_worker_just_back_gets_a_smaller_share(strategy, workers, make_view) -> None:
-    workers[1].ramp = 0.25
+    workers[1].share = 0.25
 
     assert Counter(route(strategy, make_view(*workers[:2]), 50)) == {0: 40, 1: 10}
 

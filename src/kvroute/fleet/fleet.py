@@ -401,7 +401,7 @@ class Fleet:
         if not self._is_current(worker):
             return
         ramps = ramp_s > 0 and ramp_start < 1.0
-        worker.ramp, worker.ramp_since = (ramp_start if ramps else 1.0), now
+        worker.share, worker.ramp_since = (ramp_start if ramps else 1.0), now
         worker.ramp_until = now + ramp_s if ramps else None
         worker.ejection, worker.trouble = None, ""
         self._set_health(worker, HealthState.HEALTHY)
@@ -442,15 +442,15 @@ class Fleet:
                 self._notify(change, changed)
 
     def refresh_ramp(self, worker: Worker, now: float) -> None:
-        """Set `worker.ramp` to its value at `now`. Safe at any time: the ramp stays on the same line."""
+        """Set `worker.share` to its value at `now`. Safe at any time: the ramp stays on the same line."""
         if worker.ramp_until is not None:
-            worker.ramp, worker.ramp_since = worker.ramp_at(now), now
-            if worker.ramp == 1.0:
+            worker.share, worker.ramp_since = worker.share_at(now), now
+            if worker.share == 1.0:
                 worker.ramp_until = None
 
     def set_share(self, worker: Worker, share: float) -> None:
-        """Set `worker.ramp`, unless a ramp changes it."""
-        worker.ramp = share if worker.ramp_until is None else worker.ramp
+        """Set `worker.share`, unless a ramp changes it."""
+        worker.share = share if worker.ramp_until is None else worker.share
 
     # Draining
 

@@ -147,10 +147,10 @@ class Worker:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: HealthState = HealthState.UNKNOWN
     facts: WorkerFacts = field(default_factory=WorkerFacts)
-    ramp: float = 1.0
-    """Share of its normal traffic that a worker gets, (0, 1]: less than 1 after an ejection, and while
-    scaling down would remove it. During a ramp it is the share as of `ramp_since`: every passed probe
-    refreshes it, and `ramp_at` gives the exact value."""
+    share: float = 1.0
+    """The traffic share, (0, 1]: the part of its normal traffic that the worker gets, less than 1 after an
+    ejection and while scaling down would remove it. During a ramp it is the share as of `ramp_since`: every
+    passed probe refreshes it, and `share_at` gives the exact value."""
     index: int = 0
     """Position in the worker bitmask; unique among live workers, reused after removal."""
     ramp_since: float = 0.0
@@ -216,15 +216,15 @@ class Worker:
         roots = (card.get("root") for card in facts.model_cards if card["id"] == model)
         return next((root for root in roots if isinstance(root, str)), "")
 
-    def ramp_at(self, now: float) -> float:
-        """`ramp` at the time `now`. It rises linearly from its value at `ramp_since` to 1 at `ramp_until`."""
+    def share_at(self, now: float) -> float:
+        """`share` at the time `now`: on a line from its value at `ramp_since` to 1 at `ramp_until`."""
         until = self.ramp_until
         if until is None:
-            return self.ramp
+            return self.share
         if now >= until:
             return 1.0
         since = self.ramp_since
-        return self.ramp + (1.0 - self.ramp) * max(0.0, now - since) / (until - since)
+        return self.share + (1.0 - self.share) * max(0.0, now - since) / (until - since)
 
 
 @dataclass(frozen=True, slots=True)

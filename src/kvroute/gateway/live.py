@@ -188,7 +188,7 @@ class LiveFigures:
             "queued_prefill_s": round(wait_s, 3),
             "busy": round(load.recent(now)[0], 3),
             "active_tokens": load.active_tokens,
-            "ramp": round(worker.ramp_at(now), 3),
+            "ramp": round(worker.share_at(now), 3),
             "history": self._router.describe_worker(worker)["tracked_blocks"],
             "history_capacity": self._router.describe_worker(worker)["capacity_blocks"],
         }

@@ -95,7 +95,7 @@ class Permits:
         if not share:
             return True
         if worker.ramp_until is not None:
-            share = max(1, int(share * worker.ramp_at(self._now())))
+            share = max(1, int(share * worker.share_at(self._now())))
         return self._in_flight.get(worker, 0) < share
 
     def _share(self, worker: Worker) -> int:

@@ -433,9 +433,9 @@ class CostModel:
             if in_flight:
                 decode_s = active_token_s * load.active_tokens
                 score += decode_s
-            if worker.ramp < 1.0:
+            if worker.share < 1.0:
                 is_special = True
-                ramp_s = score / worker.ramp_at(now) - score
+                ramp_s = score / worker.share_at(now) - score
                 score += ramp_s
             if score < best:
                 second, best, first = best, score, len(rows)

@@ -245,7 +245,7 @@ def choose(
             if len(row) > _SHORT_ROW:
                 cost += row[6] + row[7]
                 if row[8]:
-                    cost /= worker.ramp_at(now)
+                    cost /= worker.share_at(now)
             if pair < 0 or cost < pair_cost - tie_share * pair_cost - tie_s:
                 pair, pair_cost, leg_of_pair, is_forced = place, cost, leg, must_move
                 move_of_pair_s = move_s
@@ -253,8 +253,8 @@ def choose(
     if leg_of_pair is not None:
         # The delay of later requests ranks the workers of one side only.
         if single >= 0:
-            single_cost -= rows[single][3] / workers[single].ramp_at(now)
-            pair_cost -= leg_of_pair.row[3] / workers[pair].ramp_at(now)
+            single_cost -= rows[single][3] / workers[single].share_at(now)
+            pair_cost -= leg_of_pair.row[3] / workers[pair].share_at(now)
         # A pair needs a second request, so it must be better, and not only equal.
         if single < 0 or pair_cost < single_cost - tie_share * single_cost - tie_s:
             best, best_cost, leg_of_best = pair, pair_cost, leg_of_pair
@@ -404,7 +404,7 @@ def _pair(whole: Candidate, row: Row, leg: _Leg, move_s: float, step_s: float, n
         step_s + memory_s + eviction_s + leg.others_s + decode_s
     )
     if ramp_s:
-        ramp_s = score / whole.worker.ramp_at(now) - score
+        ramp_s = score / whole.worker.share_at(now) - score
         score += ramp_s
     terms = score, step_s, wait_s, leg.others_s, decode_s, load_s, memory_s, eviction_s, ramp_s
     return Candidate(whole.worker, score, whole.matched_tokens, step_s, terms, whole.held)

@@ -76,7 +76,7 @@ class RecordedWorkers(NamedTuple):
     facts: Sequence[WorkerFacts]
     numbers: Sequence[int]
     """`Worker.index`."""
-    ramps: Sequence[tuple[float, float, float | None]]
+    shares: Sequence[tuple[float, float, float | None]]
     loads: LoadStates
     rank_loads: Mapping[int, tuple[Sequence[int], LoadStates]]
     """Position -> data-parallel ranks and their loads, for workers with several ranks."""
@@ -106,9 +106,9 @@ class RecordedDecision(Struct, frozen=True):
         """The workers with copies of their loads."""
         seen = self.workers
         workers = [
-            Worker(spec, load, HealthState.HEALTHY, facts, ramp, number, since, until)
-            for spec, facts, number, (ramp, since, until), load in zip(
-                seen.specs, seen.facts, seen.numbers, seen.ramps, seen.loads.restored(), strict=True
+            Worker(spec, load, HealthState.HEALTHY, facts, share, number, since, until)
+            for spec, facts, number, (share, since, until), load in zip(
+                seen.specs, seen.facts, seen.numbers, seen.shares, seen.loads.restored(), strict=True
             )
         ]
         for place, (ranks, loads) in seen.rank_loads.items():
@@ -221,16 +221,16 @@ class DecisionRecorder:
         specs: Sequence[WorkerSpec] = [worker.spec for worker in workers]
         facts: Sequence[WorkerFacts] = [worker.facts for worker in workers]
         numbers: Sequence[int] = [worker.index for worker in workers]
-        ramps: Sequence[tuple[float, float, float | None]] = list(map(_ramp, workers))
+        shares: Sequence[tuple[float, float, float | None]] = list(map(_share, workers))
         before = self._latest
-        if before is not None and before[:4] == (specs, facts, numbers, ramps):  # shared, to save memory
-            specs, facts, numbers, ramps = before[:4]
+        if before is not None and before[:4] == (specs, facts, numbers, shares):  # shared, to save memory
+            specs, facts, numbers, shares = before[:4]
         parts = [known.get(number) or self._history.part(number) for number in numbers]
         self._latest = latest = RecordedWorkers(
             specs,
             facts,
             numbers,
-            ramps,
+            shares,
             copy_loads(view.loads),
             {
                 place: (list(worker.rank_loads), copy_loads(list(worker.rank_loads.values())))
@@ -243,7 +243,7 @@ class DecisionRecorder:
         return latest
 
 
-_ramp = attrgetter("ramp", "ramp_since", "ramp_until")
+_share = attrgetter("share", "ramp_since", "ramp_until")
 _part = attrgetter("blocks", "active_blocks", "capacity_blocks")
 
 

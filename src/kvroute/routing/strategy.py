@@ -224,7 +224,7 @@ class CostTerms(NamedTuple):
     decode: float = 0.0
     """The delay of the answer by the tokens of running requests."""
     ramp: float = 0.0
-    """A surcharge that keeps a worker at its share of traffic (`Worker.ramp`)."""
+    """A surcharge that keeps a worker at its traffic share (`Worker.share`)."""
 
     @property
     def score(self) -> float:

@@ -103,7 +103,7 @@ export class Views {
     this.found = null; // rows of a search, instead of the newest requests
     this.workers = new Table("worker-table", "Workers with state, load and cache contents", [
       { title: "Worker", row: true, of: (row, key) => key },
-      { title: "State", of: (row, key, cell) => { cell.className = row.state === "healthy" ? "good" : "bad"; return row.ramp < 1 ? `${row.state}, ramp ${row.ramp}` : row.state; } },
+      { title: "State", of: (row, key, cell) => { cell.className = row.state === "healthy" ? "good" : "bad"; return row.ramp < 1 ? `${row.state}, traffic share ${row.ramp}` : row.state; } },
       { title: "Action", of: (row, key, cell) => this.drainButton(row, key, cell) },
       { title: "Role", of: (row) => row.role },
       { title: "In flight", number: true, of: (row) => count(row.in_flight) },

@@ -46,7 +46,7 @@ export const TERMS = {
   eviction: "blocks that it would evict",
   marginal: "delay of later requests",
   decode: "running answers",
-  ramp: "ramp after an ejection",
+  ramp: "smaller traffic share",
 };
 
 const NOT_BY_COST = new Set(["round_robin", "session", "session_spill", "response_owner", "only_worker"]);

@@ -67,7 +67,7 @@ class RoundRobin:
         start = queue.start(worker.id)
         if candidate is decision.ranking[0]:
             queue.virtual_time = start
-        queue.next_start[worker.id] = start + 1.0 / worker.ramp_at(query.now)
+        queue.next_start[worker.id] = start + 1.0 / worker.share_at(query.now)
         if len(queue.next_start) > len(decision.ranking):
             present = {other.worker.id for other in decision.ranking}
             queue.next_start = {id_: at for id_, at in queue.next_start.items() if id_ in present}
