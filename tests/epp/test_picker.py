@@ -12,10 +12,10 @@ from tests.support.waiting import until
 
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, token_keys
-from kvroute.epp.messages import AnswerHead, read_answer
-from kvroute.epp.picker import EnvoyAttempts, Expected, FirstTokens, PickedDispatch, attempts_of
+from kvroute.epp.messages import AnswerHead, EnvoyAttempts, attempts_of, read_answer
+from kvroute.epp.picker import AssumedPrefills, Expected, FirstTokens, PickedDispatch
 from kvroute.fleet.load import WorkerLoad
-from kvroute.fleet.worker import Worker, WorkerSpec
+from kvroute.fleet.worker import EngineQueue, Worker, WorkerSpec
 from kvroute.gateway.journal import Record
 from kvroute.index.prefix_index import Holder, MapTrust, PrefixIndex
 from kvroute.routing.router import Dispatch
@@ -285,3 +285,74 @@ def test_events_show_nothing_about_other_requests(
     held: CandidateMatch | None, prompts: int, place: CachePlace
 ) -> None:
     assert first_tokens_of(place).of(*sent(held, prompts)) is None
+
+
+class Assumed:
+    """Prompts on one worker whose prefill is assumed to take a minute each, sent 1 s apart from 10 s on."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.worker = Worker(WorkerSpec("w", "http://w"))
+        self.looks = 0
+        self.prefills = AssumedPrefills(self._now, 0.001)
+        self.dispatches = [self._sent(10.0 + number) for number in range(count)]
+
+    def _now(self) -> float:
+        self.looks += 1
+        return 20.0
+
+    def _sent(self, now: float) -> Dispatch:
+        dispatch = Dispatch(self.worker.load, now, 60.0, 40, False, worker=self.worker)
+        self.worker.load.enter(dispatch, now)
+        self.prefills.expect(dispatch, now)
+        return dispatch
+
+    async def read(self) -> int:
+        """How many prompts wait after the next look at the worker's figures."""
+        looks = self.looks
+        await until(lambda: self.looks > looks + 1)
+        return self.worker.load.queued
+
+    @property
+    def is_queued(self) -> list[bool]:
+        return [dispatch.is_queued for dispatch in self.dispatches]
+
+
+@pytest.mark.parametrize(("waiting", "queued"), [(0, 1), (1, 2), (3, 4), (9, 5)])
+async def test_the_engines_queue_shows_which_prefills_are_over(waiting: int, queued: int) -> None:
+    """One of those that wait no longer may be computed in part."""
+    assumed = Assumed()
+    assumed.worker.engine_queue = EngineQueue(waiting, 19.0)
+
+    assert await assumed.read() == queued
+    assert assumed.is_queued == [False] * (5 - queued) + [True] * queued
+
+
+async def test_each_rank_of_a_worker_may_compute_a_prompt_in_part() -> None:
+    assumed = Assumed()
+    assumed.worker.rank_loads = {rank: WorkerLoad() for rank in range(3)}
+    assumed.worker.engine_queue = EngineQueue(0, 19.0)
+
+    assert await assumed.read() == 3
+
+
+async def test_requests_that_the_engine_did_not_have_yet_wait_on() -> None:
+    assumed = Assumed()
+    assumed.worker.engine_queue = EngineQueue(0, 12.5)  # only those of 10 s and 11 s can have arrived
+
+    assert await assumed.read() == 4
+    assert assumed.is_queued == [False, True, True, True, True]
+
+
+async def test_without_the_engines_figures_a_prefill_takes_its_assumed_time() -> None:
+    assumed = Assumed()
+
+    assert await assumed.read() == 5
+
+
+async def test_the_engines_figures_are_not_read_when_no_prefill_is_assumed() -> None:
+    assumed = Assumed(2)
+
+    for dispatch in assumed.dispatches:
+        dispatch.finish(15.0)
+
+    await until(lambda: assumed.prefills.is_idle)

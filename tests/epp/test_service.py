@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -335,3 +336,22 @@ async def test_events_of_the_worker_show_the_first_token(run_proxy: RunProxy, ch
         (decision,) = proxy.picker.runtime.plane.journal.decisions(1)
         assert decision["reason"].startswith("kv_") or decision["reason"] == "only_worker"
         assert decision["time_to_first_byte_s"] > 1  # the worker computes 3,343 tokens of 0.5 ms
+
+
+async def test_the_engines_queue_ends_prefills_that_are_assumed_to_last(run_proxy: RunProxy, change: Change):
+    """By the costs here a prefill takes hours."""
+    fleet = {"health": {"interval_s": 0.2, "recheck_s": 0.05, "metrics_interval_s": 0.2}}
+    routing = {"strategy": "prefixaware", "costs": {"token_us": 1e9}}
+    async with run_proxy(
+        1, SimOptions(kv_events=False), change=change, fleet=fleet, routing=routing
+    ) as proxy:
+        async with AsyncExitStack() as stack:
+            for word in "abc":
+                body = chat(word, stream=True, max_tokens=3000, ignore_eos=True)
+                answer = await stack.enter_async_context(proxy.client.stream("POST", CHAT, json=body))
+                assert answer.status_code == 200
+
+            # All are computed, but one of those that do not wait could be computed in part.
+            await until(lambda: proxy.loads()[0][2] == 1)
+            assert proxy.loads()[0][0] == 3
+        await proxy.until_idle()

@@ -27,6 +27,7 @@ class FakeWorker:
     blocks: int | None = 100
     block_size: int = 16
     start_time: float | None = 5000.0
+    waiting: int | None = None
     version: str = "0.32.0"
     metrics_status: int = 200
     asked: list[str] = field(default_factory=list)
@@ -38,6 +39,8 @@ class FakeWorker:
             page += f"vllm:cache_config_info{{{labels}}} 1.0\n"
         if self.start_time is not None:
             page += f"process_start_time_seconds {self.start_time}\n"
+        if self.waiting is not None:
+            page += f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}.0\n'
         return page
 
     async def answer(self, request: httpx.Request) -> httpx.Response:

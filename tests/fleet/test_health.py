@@ -336,6 +336,23 @@ async def test_configured_models_are_used_if_the_worker_lists_none(watched: Watc
     assert [worker.id for worker in watched.fleet.view("configured").workers] == ["a"]
 
 
+async def test_the_engines_queue_has_the_time_when_it_was_asked_for(watched: Watched) -> None:
+    await watched.start("a", metrics_interval_s=5.0)
+    assert watched["a"].engine_queue is None
+    watched.network["a"].waiting = 4
+    start = watched.clock.now()
+
+    await watched.clock.advance(6.0)
+
+    queue = watched["a"].engine_queue
+    assert queue is not None
+    assert queue.waiting == 4
+    assert start + 4 < queue.at < watched.clock.now()
+    watched.network["a"].waiting = None
+    await watched.clock.advance(6.0)
+    assert watched["a"].engine_queue is None
+
+
 async def test_a_worker_without_metrics_is_healthy_with_an_assumed_capacity(watched: Watched) -> None:
     watched.network["a"].metrics_status = 404
     await watched.start("a")

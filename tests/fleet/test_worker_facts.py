@@ -126,6 +126,7 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
     found = parse_metrics(page)
 
     assert (found.running, found.waiting) == (7, 2)
+    assert parse_metrics(b"vllm:num_requests_waiting_by_reason{} 9.0\n").waiting is None
 
 
 def learned(*pages: tuple[int, int]) -> int | None:

@@ -212,3 +212,33 @@ def _metadata_of(message: Any, namespace: str) -> Mapping[str, object] | None:
         key: list(value) if isinstance(value, struct_pb2.ListValue) else value
         for key, value in found[namespace].items()
     }
+
+
+class EnvoyAttempts(NamedTuple):
+    """What became of a request at the addresses that Envoy got."""
+
+    tried: int
+    """Number of workers that Envoy has tried."""
+    failed: int
+    """At this number of addresses, from the first one, the worker failed."""
+    place: int | None
+    """Which address has answered; None if it was Envoy itself, or a worker that Envoy has chosen."""
+
+
+def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> EnvoyAttempts:
+    """Read from the head of an answer which workers Envoy has tried, and which of them failed.
+
+    Envoy tries the addresses in their order, then workers of its own choice. Each attempt but the last one
+    failed, or there would be no next one. An answer of Envoy itself says something about the last worker only
+    if it is the worker's fault: not if a route's timeout has passed or no worker is healthy for Envoy.
+    """
+    index = addresses.index(head.served) if head.served in addresses else None
+    is_other = head.served != "" and index is None
+    tried = head.attempts if head.attempts is not None else 1 if index is None else index + 1
+    if index is not None and not head.trouble:
+        # More attempts than addresses up to this one: Envoy has begun again at the first one.
+        failed = index if tried <= index + 1 else min(tried - 1, len(addresses))
+        return EnvoyAttempts(tried, failed, index)
+    failed = max(0, tried if head.is_workers_fault and not is_other else tried - 1)
+    is_listed = not head.trouble and not is_other and failed < len(addresses)
+    return EnvoyAttempts(tried, min(failed, len(addresses)), failed if is_listed else None)

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.epp.endpoints import Endpoints
-from kvroute.epp.messages import AnswerHead
+from kvroute.epp.messages import AnswerHead, attempts_of
 from kvroute.errors import NoRoutableWorker
+from kvroute.fleet.worker import Worker
 from kvroute.gateway.asgi import relay_body, stored_plan
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Downstream, Headers, field_pairs
@@ -138,36 +139,6 @@ class PickAnswer:
             self.outcome.set_result(outcome)
 
 
-class EnvoyAttempts(NamedTuple):
-    """What became of a request at the addresses that Envoy got."""
-
-    tried: int
-    """Number of workers that Envoy has tried."""
-    failed: int
-    """At this number of addresses, from the first one, the worker failed."""
-    place: int | None
-    """Which address has answered; None if it was Envoy itself, or a worker that Envoy has chosen."""
-
-
-def attempts_of(head: AnswerHead, addresses: Sequence[str]) -> EnvoyAttempts:
-    """Read from the head of an answer which workers Envoy has tried, and which of them failed.
-
-    Envoy tries the addresses in their order, then workers of its own choice. Each attempt but the last one
-    failed, or there would be no next one. An answer of Envoy itself says something about the last worker only
-    if it is the worker's fault: not if a route's timeout has passed or no worker is healthy for Envoy.
-    """
-    index = addresses.index(head.served) if head.served in addresses else None
-    is_other = head.served != "" and index is None
-    tried = head.attempts if head.attempts is not None else 1 if index is None else index + 1
-    if index is not None and not head.trouble:
-        # More attempts than addresses up to this one: Envoy has begun again at the first one.
-        failed = index if tried <= index + 1 else min(tried - 1, len(addresses))
-        return EnvoyAttempts(tried, failed, index)
-    failed = max(0, tried if head.is_workers_fault and not is_other else tried - 1)
-    is_listed = not head.trouble and not is_other and failed < len(addresses)
-    return EnvoyAttempts(tried, min(failed, len(addresses)), failed if is_listed else None)
-
-
 class Expected(NamedTuple):
     """A prompt that a worker computes, and how the cache map shows that it is done."""
 
@@ -262,6 +233,61 @@ class FirstTokens:
         return self._caches.holds(*expected)
 
 
+_READ_GAUGES_S = 1.0
+"""Time between two reads of the figures that the health monitor keeps."""
+ON_THE_WAY_S = 1.0
+"""A request may need this long through Envoy and the worker's tokenizer until the engine has it."""
+
+
+class AssumedPrefills:
+    """Ends assumed prefills that are over by the engines' own figures.
+
+    An engine begins prompts in the order in which it gets them. So when n requests wait there, all but the
+    newest n + 1 of those that it has are computed; one may be computed in part. Requests of others only make
+    n larger. Mutable: `expect` adds dispatches; a timer reads the figures while there are any.
+    """
+
+    def __init__(self, now: Callable[[], float], interval_s: float = _READ_GAUGES_S) -> None:
+        self._now = now
+        self._interval_s = interval_s
+        self._waiting: dict[Worker, list[tuple[float, Dispatch]]] = {}
+        """The dispatches whose prefill is assumed to last, in their order, and when they were sent."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prefill is assumed to last, so that nothing is read."""
+        return self._timer is None
+
+    def expect(self, dispatch: Dispatch, now: float) -> None:
+        """End the prefill of `dispatch`, sent `now`, when the engine's figures show that it is over."""
+        self._waiting.setdefault(dispatch.worker, []).append((now, dispatch))
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._now()
+        for worker, dispatches in list(self._waiting.items()):
+            worker.load.wait(now)  # assumed prefills end with the time
+            waiting = [each for each in dispatches if each[1].is_queued and not each[1].is_finished]
+            queue = worker.engine_queue
+            if queue is not None:
+                arrived = [dispatch for sent, dispatch in waiting if sent + ON_THE_WAY_S <= queue.at]
+                kept = queue.waiting + max(1, len(worker.rank_loads))
+                for dispatch in arrived[: max(0, len(arrived) - kept)]:
+                    dispatch.first_token(now)
+                waiting = [each for each in waiting if each[1].is_queued]
+            if waiting:
+                self._waiting[worker] = waiting
+            else:
+                del self._waiting[worker]
+        self._arm()
+
+
 class PickedDispatch(NamedTuple):
     """The load of a picked request on one worker."""
 
@@ -297,6 +323,7 @@ class PickedRequest:
         on_end: Callable[[PickedRequest], object],
     ) -> None:
         self._first_tokens = plane.first_tokens
+        self._assumed_prefills = plane.assumed_prefills
         self._deps = plane.deps.attempts
         self._attribution = plane.deps.attribution
         self._journal = plane.journal
@@ -324,13 +351,15 @@ class PickedRequest:
         record.held = candidate.held
         record.attempts = place + 1
         # Where no event will show the first token, the prefill is assumed to take its estimated time, like
-        # that of an answer in one piece, and no cost is learned from it.
+        # that of an answer in one piece, at most until the engine's figures show its end. No cost is learned.
         expected = self._first_tokens.of(plan.query, candidate)
         self._awaits_events = expected is not None
         query = replace(plan.query, streamed=self._awaits_events)
         self._dispatch = deps.router.dispatch(query, plan.decision, candidate, now)
         if expected is not None:
             self._first_tokens.expect(expected, PickedDispatch(self._dispatch, record))
+        elif self._dispatch.is_queued:
+            self._assumed_prefills.expect(self._dispatch, now)
         if deps.on_sent is not None:
             deps.on_sent(plan.query, candidate)
 
@@ -421,7 +450,13 @@ class PickerPlane(DataPlane):
     """The data plane of a picker: a plan for a `PickAnswer` becomes a pick, every other plan an exchange."""
 
     first_tokens: FirstTokens
-    """Set before the first request."""
+    assumed_prefills: AssumedPrefills
+    """Both are set by `follow_prefills`."""
+
+    def follow_prefills(self, interval_s: float) -> None:
+        """To be called before the first request. `interval_s`: time between two reads of the cache map."""
+        self.first_tokens = FirstTokens(self.deps.attempts.router.caches, interval_s, self.clock.now)
+        self.assumed_prefills = AssumedPrefills(self.clock.now)
 
     def start(
         self,

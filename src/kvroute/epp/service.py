@@ -34,7 +34,7 @@ from kvroute.epp.messages import (
     response_pieces,
     response_trailers,
 )
-from kvroute.epp.picker import FirstTokens, OwnAnswer, Pick, PickAnswer, PickedRequest, PickerPlane
+from kvroute.epp.picker import OwnAnswer, Pick, PickAnswer, PickedRequest, PickerPlane
 from kvroute.errors import BodyTooLarge, ConfigError, GatewayError, InvalidRequest, NotFound
 from kvroute.gateway.application import may_mislead
 from kvroute.gateway.asgi import Application, Message
@@ -72,8 +72,7 @@ class ExternalProcessor:
         """`front` answers the requests for models and health, like the HTTP port."""
         self.root_path = root_path.encode()
         plane.planner.hands_over = False  # Envoy sends a request to one worker
-        caches = plane.deps.attempts.router.caches
-        plane.first_tokens = FirstTokens(caches, options.first_token_interval_s, plane.clock.now)
+        plane.follow_prefills(options.first_token_interval_s)
         self.plane = plane
         self.options = options
         self._endpoints = endpoints

@@ -15,6 +15,7 @@ from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import ProbeFailure, Prober
 from kvroute.fleet.worker import (
     Ejection,
+    EngineQueue,
     HealthState,
     LearnedConcurrency,
     MetricsPage,
@@ -309,7 +310,7 @@ class HealthMonitor:
                 block_size=metrics.block_size,
                 start_time=metrics.start_time,
                 concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
-                    metrics.running, metrics.waiting
+                    metrics.running, metrics.waiting or 0
                 ),
                 fetched=facts.fetched.after(metrics.fetched_tokens),
             )
@@ -341,9 +342,14 @@ class HealthMonitor:
     async def _read_metrics(self, probes: _WorkerProbes) -> MetricsPage | None:
         if self._clock.now() < probes.metrics_due:
             return None
+        asked = self._clock.now()
         answer = await self._prober.metrics(probes.worker.spec.url)
         probes.metrics_due = self._clock.now() + self._jittered(self._options.metrics_interval_s)
-        return None if isinstance(answer, ProbeFailure) else answer
+        if isinstance(answer, ProbeFailure):
+            return None
+        known = answer.waiting is not None
+        probes.worker.engine_queue = EngineQueue(answer.waiting or 0, asked) if known else None
+        return answer
 
     def _on_passed(self, probes: _WorkerProbes) -> None:
         worker, now = probes.worker, self._clock.now()

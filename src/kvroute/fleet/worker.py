@@ -135,6 +135,14 @@ class WorkerFacts:
     fetched: FetchedTokens = FetchedTokens()
 
 
+class EngineQueue(NamedTuple):
+    """How many requests wait in a worker's engine, as its metrics say."""
+
+    waiting: int
+    at: float
+    """`Clock.now()` before the metrics were asked for."""
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """A worker in the fleet.
@@ -163,6 +171,8 @@ class Worker:
     """The worker's current problem, in words for an operator; empty while healthy."""
     models_trouble: str = ""
     """Why `/v1/models` could not be read the last time; empty if it was read."""
+    engine_queue: EngineQueue | None = None
+    """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
     """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
 
@@ -323,7 +333,7 @@ class MetricsPage:
     start_time: float | None = None
     running: int = 0
     """`vllm:num_requests_running`, summed over data-parallel ranks; `waiting` likewise."""
-    waiting: int = 0
+    waiting: int | None = None
     fetched_tokens: int = 0
     """`vllm:prompt_tokens_by_source_total` from other engines (`external_kv_transfer`), summed likewise."""
 
@@ -385,7 +395,7 @@ def parse_metrics(page: bytes) -> MetricsPage:
         next(iter(blocks.values()), None),
         start_time,
         _sum(page, _RUNNING),
-        _sum(page, _WAITING),
+        _sum(page, _WAITING) if _WAITING in page else None,
         _sum(page, _BY_SOURCE, _FROM_ENGINES),
     )
 
