@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 _MINUTE_S = 60.0
 _SETTLE_S = 0.02
 """Pause between two messages to other processes about one key."""
+_MAX_SILENT = 1024
+"""Lost processes whose uses are remembered until they are heard again."""
 _ROUNDING_S = 1e-6
 """Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499
@@ -187,6 +189,8 @@ class KeyRing:
         self._timer: asyncio.TimerHandle | None = None
         self._elsewhere: dict[int | str, dict[str, SharedUse]] = {}
         """The last use of each key by each other process."""
+        self._silent: dict[int | str, tuple[float, dict[str, SharedUse]]] = {}
+        """For each process that was lost: when, and its last uses before."""
         self._by_digest: dict[bytes, KnownClient] = {}
         self._seen: dict[bytes, KnownClient] = {}
         """By values of Authorization that named a key since the last `install`. Without it a key is hashed
@@ -375,22 +379,41 @@ class KeyRing:
         """Charge what another process has published. Uses that were lost on the way are in its totals."""
         account = self._accounts.get(use.key)
         known = self._elsewhere.setdefault(peer, {})
-        before = known.get(use.key)
+        before, part = known.get(use.key), 1.0
+        if before is None and peer in self._silent:
+            before, part = self._use_before_silence(peer, use.key)
         known[use.key] = use
         if account is None:
             return
         account.elsewhere += use.in_flight - (0 if before is None else before.in_flight)
-        if before is None or use.all_requests < before.all_requests:  # its account there is new
+        is_first = use.requests == use.all_requests > 0 and use.tokens == use.all_tokens
+        if before is None or is_first or use.all_requests < before.all_requests:  # its account there is new
             self.charge(use.key, use.requests, use.tokens)
         else:
             requests, tokens = use.all_requests - before.all_requests, use.all_tokens - before.all_tokens
-            self.charge(use.key, requests, tokens)
+            self.charge(use.key, part * requests, part * tokens)
+
+    def _use_before_silence(self, peer: int | str, key: str) -> tuple[SharedUse, float]:
+        """What a lost process had used before it was lost, and the part of its use since that is charged."""
+        lost_at, uses = self._silent[peer]
+        # Limits refill within a minute, so of a longer silence only the last minute's part counts: a client
+        # that stayed within its limits is not refused after it.
+        part = _MINUTE_S / max(_MINUTE_S, self._clock.now() - lost_at)
+        return uses.pop(key, SharedUse(key, 0, 0, 0, 0, 0)), part
 
     def lost(self, peer: int | str) -> None:
-        """Another process is lost, and its requests with it."""
-        for name, use in self._elsewhere.pop(peer, {}).items():
+        """Another process is lost, and its requests with it. What it uses until it is heard again is charged
+        then, by its totals."""
+        uses = self._elsewhere.pop(peer, {})
+        for name, use in uses.items():
             if name in self._accounts:
                 self._accounts[name].elsewhere -= use.in_flight
+        # A key of which it has sent nothing since an earlier loss keeps its last use.
+        last = self._silent.pop(peer, (0.0, {}))[1]
+        last |= {name: use._replace(in_flight=0) for name, use in uses.items()}
+        self._silent[peer] = self._clock.now(), last
+        if len(self._silent) > _MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     def _changed(self, name: str, account: Account) -> None:
         if self._accounts.get(name) is not account:
