@@ -404,7 +404,26 @@ async def test_recorded_changes_are_not_believed(bus, clock):
         for data in recorded:  # and to one that never heard the sender
             late.channel.on_data(data)
         assert not any(isinstance(m, OverridesChanged) for _, m in late.listener.received)
+        await seconds(clock, bus, 3)
         assert late.channel.counts.refused[Refusal.UNSIGNED] == 1
+
+
+async def test_messages_before_the_answer_of_a_new_member_are_no_alarm(bus, clock, caplog):
+    async with AsyncExitStack() as stack:
+        one, late = Member(bus, clock, "one"), Member(bus, clock, "late")
+        await enter(stack, bus, one)
+        one.listener.facts = [DRAIN]
+        await late.channel.start(late.listener)
+        stack.push_async_callback(late.channel.aclose)
+        await clock.settle()
+
+        one.say(Finished(1), DRAIN)  # written before the question of the other one is read
+        bus.pump()
+        await seconds(clock, bus, 3)
+
+        assert late.channel.counts.refused[Refusal.UNSIGNED] == 0
+        assert "is refused" not in caplog.text
+        assert [m for _, m in late.listener.received] == [Finished(1), DRAIN]
 
 
 async def test_messages_that_cannot_be_handled_do_not_end_the_sharing(two, bus, caplog):

@@ -32,7 +32,7 @@ from kvroute.replicas.envelope import (
     pack,
     unpack,
 )
-from kvroute.replicas.members import JOINS, ChannelCounts, Member, MessageLink
+from kvroute.replicas.members import JOINS, ChannelCounts, Member, MessageLink, describe_process
 from kvroute.replicas.mesh import GATHER_S, PeerListener
 from kvroute.replicas.messages import (
     Leaving,
@@ -236,27 +236,9 @@ class Channel:
 
     def describe(self) -> list[dict[str, Any]]:
         """This process and all other members, as JSON values."""
-        own = self._own_state()
-        rows = [
-            {
-                "member": self.id.hex(),
-                "name": own.name,
-                "process": own.process,
-                "gateway": self._gateway.hex(),
-                "is_self": True,
-                "state": "alive" if self.is_up else "alone",
-                "problem": self.problem,
-                "release": own.release,
-                "has_key": own.has_key,
-                "lag_ms": None if self.lag_s is None else round(1e3 * self.lag_s, 3),
-                "silent_s": 0.0,
-                "gaps": 0,
-                "missed_batches": 0,
-            }
-        ]
-        now = self._clock.now()
-        rows += [member.describe(now) for member in self._members.values()]
-        return rows
+        standing, now = "alive" if self.is_up else "alone", self._clock.now()
+        own = describe_process(self.id, self._gateway, self._own_state(), standing, self.lag_s, self.problem)
+        return [own, *(member.describe(now) for member in self._members.values())]
 
     def states(self) -> dict[str, int]:
         """Number of other members by state."""
@@ -365,7 +347,7 @@ class Channel:
         self.counts.refused[Refusal.UNKNOWN] += unknown
         self.counts.received += len(messages)
         if envelope.is_signed and envelope.to == self.id:
-            member.is_believed = True
+            member.is_believed, member.unproven = True, 0
         for message in messages:
             self._apply(member, envelope, message)
 
@@ -394,7 +376,11 @@ class Channel:
             member.has_left = True
             self._gone(member)
         elif isinstance(message, NEEDS_HMAC) and not (envelope.is_signed and member.is_believed):
-            self._refuse(Refused(Refusal.UNSIGNED, "it needs an HMAC that is no recording", member.sender))
+            if envelope.is_signed:  # its answer is on the way, with all that is true now
+                member.unproven += 1
+                self._check_proof(member)
+            else:
+                self._refuse(Refused(Refusal.UNSIGNED, "it needs an HMAC", member.sender))
         else:
             self._listener.on_message(member.id, message)
 
@@ -403,7 +389,8 @@ class Channel:
         if len(self._members) >= _MAX_MEMBERS:
             raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
         before = envelope.seq - (envelope.kind is Kind.BATCH)
-        member = Member(envelope.sender, envelope.gateway, before, self._clock.now())
+        now = self._clock.now()
+        member = Member(envelope.sender, envelope.gateway, before, now, now)
         self._members[envelope.sender] = member
         self._ask(member)
         return member
@@ -452,6 +439,11 @@ class Channel:
         # Also before it was linked: its dispatches count from the first.
         self._listener.on_link_lost(member.id)
         self._changed.set()
+
+    def _check_proof(self, member: Member) -> None:
+        """Refuse the messages of a member that has not answered in time: they may be recordings."""
+        for _ in range(member.refused(self._clock.now(), _DEAD_S)):
+            self._refuse(Refused(Refusal.UNSIGNED, "it needs an HMAC that is no recording", member.sender))
 
     def _refuse(self, refused: Refused) -> None:
         self.counts.refused[refused.reason] += 1
@@ -520,6 +512,7 @@ class Channel:
             elif self._echo_at > self._up_at and self._refusal is None:
                 self._set_problem(None)
         for member in list(self._members.values()):
+            self._check_proof(member)
             if member.gone_at is None:
                 if now - member.heard_at > _DEAD_S:
                     self._gone(member)

@@ -51,6 +51,8 @@ class Member:
     """All processes of one machine that serve one address have the same one."""
     seq: int
     """Of the last batch that arrived or was made up for."""
+    met_at: float
+    """When its first envelope arrived."""
     heard_at: float
     state: MemberState | None = None
     has: int = JOINS
@@ -62,6 +64,8 @@ class Member:
     is_linked: bool = False
     is_believed: bool = False
     """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
+    unproven: int = 0
+    """Signed messages that were skipped because it has not answered yet."""
     asked_at: float = -math.inf
     asked_until: int = JOINS
     gaps: int = 0
@@ -88,21 +92,46 @@ class Member:
             return "left" if self.has_left else "silent"
         return "alive" if self.is_complete else "joining"
 
+    def refused(self, now: float, longest_s: float) -> int:
+        """The number of `unproven` messages, once: if it has not answered `longest_s` after it was met."""
+        if now - self.met_at <= longest_s:
+            return 0
+        number, self.unproven = self.unproven, 0
+        return number
+
     def describe(self, now: float) -> dict[str, Any]:
         """The member as JSON values."""
-        state = self.state
+        lag_s = None if self.state is None or self.state.lag_s < 0 else self.state.lag_s
         return {
-            "member": self.id,
-            "name": state.name if state else None,
-            "process": state.process if state else None,
-            "gateway": self.gateway.hex(),
+            **describe_process(self.sender, self.gateway, self.state, self.standing, lag_s),
             "is_self": False,
-            "state": self.standing,
-            "problem": None,
-            "release": state.release if state else None,
-            "has_key": state.has_key if state else None,
-            "lag_ms": round(1e3 * state.lag_s, 3) if state and state.lag_s >= 0 else None,
             "silent_s": round(now - self.heard_at, 3),
             "gaps": self.gaps,
             "missed_batches": self.missed,
         }
+
+
+def describe_process(
+    member: bytes,
+    gateway: bytes,
+    state: MemberState | None,
+    standing: str,
+    lag_s: float | None,
+    problem: str | None = None,
+) -> dict[str, Any]:
+    """A row of `/admin/members`, by default that of the process itself. `state`: None if it is not known."""
+    return {
+        "member": member.hex(),
+        "name": state.name if state else None,
+        "process": state.process if state else None,
+        "gateway": gateway.hex(),
+        "is_self": True,
+        "state": standing,
+        "problem": problem,
+        "release": state.release if state else None,
+        "has_key": state.has_key if state else None,
+        "lag_ms": None if lag_s is None else round(1e3 * lag_s, 3),
+        "silent_s": 0.0,
+        "gaps": 0,
+        "missed_batches": 0,
+    }
