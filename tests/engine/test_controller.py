@@ -102,7 +102,7 @@ class Serving:
     # `ReportChannel`
 
     @property
-    def linked_peers(self) -> list[str]:
+    def reporting_peers(self) -> list[str]:
         return []
 
     def publish(self, message: Any) -> None:

@@ -125,11 +125,11 @@ class Member:
     # `ReportChannel`
 
     @property
-    def linked_peers(self) -> list[str]:
+    def reporting_peers(self) -> list[str]:
         return [name for name in self.bus.members if name != self.name]
 
     def publish(self, message: Any) -> None:
-        for name in self.linked_peers:
+        for name in self.reporting_peers:
             self.bus.post(self.name, name, message)
 
     def send(self, peer: str, *messages: Any) -> bool:

@@ -76,7 +76,8 @@ class Recorder:
 
     is_synced = True
 
-    def __init__(self) -> None:
+    def __init__(self, has_reports: bool = True) -> None:
+        self.has_reports = has_reports
         self.facts: list = []
         """What another member must know now."""
         self.received: list = []
@@ -424,6 +425,19 @@ async def test_messages_before_the_answer_of_a_new_member_are_no_alarm(bus, cloc
         assert late.channel.counts.refused[Refusal.UNSIGNED] == 0
         assert "is refused" not in caplog.text
         assert [m for _, m in late.listener.received] == [Finished(1), DRAIN]
+
+
+async def test_a_member_that_mirrors_the_map_of_another_process_is_not_asked_for_reports(bus, clock):
+    async with AsyncExitStack() as stack:
+        one, mirror, other = (Member(bus, clock, name) for name in ("one", "mirror", "other"))
+        mirror.listener.has_reports = False
+        await enter(stack, bus, one, mirror, other)
+
+        assert one.channel.reporting_peers == [other.id]
+        await seconds(clock, bus, 1)
+        other.link.is_open = False
+        await seconds(clock, bus, 3)
+        assert one.channel.reporting_peers == []
 
 
 async def test_messages_that_cannot_be_handled_do_not_end_the_sharing(two, bus, caplog):

@@ -3,9 +3,6 @@
 The others are the processes of this gateway, over Unix sockets (`replicas/mesh.py`), and with `sharing.url`
 those of other gateways, through Redis (`replicas/channel.py`). Both bring the same messages, and the same
 code applies them.
-
-The admin API's changes of the fleet have one entry for each worker, with a stamp; of two entries the later
-one is valid. So processes that were separated agree again.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -32,7 +28,9 @@ from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import (
     OwnDecisions,
     PeerDecisions,
+    apply_learned_costs,
     apply_recent_prompts,
+    learned_costs,
     recent_prompts,
 )
 from kvroute.replicas.envelope import ID_BYTES
@@ -63,7 +61,6 @@ from kvroute.replicas.messages import (
 )
 from kvroute.replicas.metrics import merge_decisions, merge_predictions
 from kvroute.replicas.options import SharingOptions
-from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.session import Session
 
@@ -74,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class OverrideLog:
-    """The latest entry of each worker that was ever changed by hand.
+    """The latest entry of each worker that was ever changed by hand: so separated processes agree again.
 
     Mutable: `changed` adds this process's changes, `merge` those of others. An entry without an effect stays:
     it is the end of a drain that another process may still have.
@@ -224,6 +221,9 @@ class Replica:
         self._needs_snapshot = not self._is_synced
         self._synced = asyncio.Event()
         self._snapshot_source: PeerId | None = None
+        self._needs_reports = False
+        """Whether LMCache's earlier reports are missing here. Only some of the others have them."""
+        self._reports_source: PeerId | None = None
         self._handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -244,7 +244,7 @@ class Replica:
         reports: CacheReports | None,
     ) -> None:
         """Connect the services that the other processes' messages change."""
-        self._reports = reports
+        self._reports, self._needs_reports = reports, reports is not None and self._needs_snapshot
         self._fleet, self._router, self._health = fleet, router, health
         self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
@@ -333,7 +333,7 @@ class Replica:
                     *(() if self.mesh is None else (self.mesh.all_linked(),)),
                     *(() if self.channel is None else (self.channel.joined(join_timeout_s),)),
                 )
-                if self._snapshot_source is not None:
+                if self._snapshot_source is not None or self._reports_source is not None:
                     await self._synced.wait()
         except TimeoutError:
             log.warning("process %d starts without the whole state of the others", self.number)
@@ -412,9 +412,18 @@ class Replica:
 
     def on_linked(self, peer: PeerId, *, is_synced: bool) -> None:
         # Also when this process serves already, because no other one was reached at its start.
+        needs_reports = self._needs_reports and is_synced and self._reports_source is None
+        if needs_reports and self.channel is not None and peer in self.channel.reporting_peers:
+            self._reports_source = peer
         if self._needs_snapshot and is_synced and self._snapshot_source is None:
             self._snapshot_source = peer
             self.send(peer, SnapshotRequest())
+        elif needs_reports and peer == self._reports_source:
+            self.send(peer, SnapshotRequest(only_reports=True))
+
+    @property
+    def has_reports(self) -> bool:
+        return self._reports is not None
 
     def on_message(self, peer: PeerId, message: Message) -> None:
         if (handler := self._handlers.get(type(message))) is not None:
@@ -442,64 +451,56 @@ class Replica:
             self._ring.lost(peer)
         if peer == self._snapshot_source and self._needs_snapshot:
             self._snapshot_source = None
+        if peer == self._reports_source and self._needs_reports:
+            self._reports_source = None
         if peer == TRACKING_PROCESS and self._mirror is not None:
             self._mirror.caches.on_link_lost()
 
     # Message handlers
 
-    def _on_snapshot_request(self, peer: PeerId, _: SnapshotRequest) -> None:
-        task = asyncio.create_task(self._send_snapshot(peer), name=f"snapshot for process {peer}")
+    def _on_snapshot_request(self, peer: PeerId, message: SnapshotRequest) -> None:
+        work = self._send_snapshot(peer, only_reports=message.only_reports)
+        task = asyncio.create_task(work, name=f"snapshot for process {peer}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_snapshot(self, peer: PeerId) -> None:
+    async def _send_snapshot(self, peer: PeerId, *, only_reports: bool) -> None:
         """Send history, owners, learned costs, sessions, limits and LMCache's reports, then `InSync`."""
-        # In parts, so that streams are relayed in between. New dispatches reach that process anyway.
-        owners = [Owner(response_id, worker) for response_id, worker in self.owners.latest(_OWNERS)]
-        parts: list[Sequence[SharedMessage]] = [
-            owners[start : start + _IN_PART] for start in range(0, len(owners), _IN_PART)
-        ]
-        parts += [(costs,) for costs in self._learned_costs()]
-        placed = self._sessions().placements()
-        starts = range(0, len(placed), _IN_PART)
-        parts += [(PlacedSessions([*placed[start : start + _IN_PART]]),) for start in starts]
-        if self._ring is not None:
-            parts.append((KeysRefilling(self._ring.refilling()),))
-        for part in chain(parts, ((each,) for each in recent_prompts(self._router, self._fleet.workers()))):
-            if not self.send(peer, *part):
+        for messages in () if only_reports else self._snapshot():
+            if not self.send(peer, *messages):
                 return
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # so that streams are relayed in between
             if self.channel is not None and isinstance(peer, str):
                 await self.channel.has_room()
         if self._reports is not None and isinstance(peer, str):
             await self._reports.send_states(peer)
         self.send(peer, InSync())
 
-    def _on_in_sync(self, peer: PeerId, _: InSync) -> None:
-        self._is_synced, self._needs_snapshot = True, False
-        self._synced.set()
-        log.info("process %d has received the state of process %s", self.number, peer)
+    def _snapshot(self) -> Iterable[Sequence[SharedMessage]]:
+        """What is sent together. New dispatches reach the process that joins anyway."""
+        owners = [Owner(*owner) for owner in self.owners.latest(_OWNERS)]
+        for start in range(0, len(owners), _IN_PART):
+            yield owners[start : start + _IN_PART]
+        yield learned_costs(self._router, self._fleet.workers())
+        placed = self._sessions().placements()
+        for start in range(0, len(placed), _IN_PART):
+            yield (PlacedSessions([*placed[start : start + _IN_PART]]),)
+        if self._ring is not None:
+            yield (KeysRefilling(self._ring.refilling()),)
+        for recent in recent_prompts(self._router, self._fleet.workers()):
+            yield (recent,)
 
-    def _learned_costs(self) -> list[LearnedCosts]:
-        learned, names = self._router.learned, {each.index: each.id for each in self._fleet.workers()}
-        return [
-            LearnedCosts(
-                model,
-                known.prefills.sums(),
-                {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
-            )
-            for model, known in ({} if learned is None else learned.models).items()
-        ]
+    def _on_in_sync(self, peer: PeerId, _: InSync) -> None:
+        self._needs_snapshot = self._needs_snapshot and peer != self._snapshot_source
+        self._needs_reports = self._needs_reports and peer != self._reports_source
+        log.info("process %d has received the state of process %s", self.number, peer)
+        if not self._needs_snapshot and not (self._needs_reports and self._reports_source is not None):
+            self._is_synced = True
+            self._synced.set()
 
     def _on_learned_costs(self, peer: PeerId, message: LearnedCosts) -> None:
-        learned = self._router.learned
-        if learned is None or peer != self._snapshot_source:
-            return
-        known = learned.models.setdefault(message.model, LearnedModel())
-        if known.prefills.restore(message.sums):
-            for name, sums in message.speeds.items():
-                with contextlib.suppress(NotFound):
-                    known.speeds.restore(self._fleet.get(name).index, *sums)
+        if peer == self._snapshot_source:
+            apply_learned_costs(self._router, self._fleet, message)
 
     def _sessions(self) -> Session:
         strategy = self._router.strategy("", Session.name)

@@ -67,7 +67,7 @@ class ReportChannel(Protocol):
     """The messages to the other members: `replicas.channel.Channel`, or a simulated one."""
 
     @property
-    def linked_peers(self) -> Sequence[PeerId]: ...
+    def reporting_peers(self) -> Sequence[PeerId]: ...
 
     def publish(self, message: SharedMessage) -> None: ...
 
@@ -257,7 +257,7 @@ class CacheReports:
     def _ask(self, instance: LMCacheServer) -> None:
         now, server = self._clock.now(), instance.id
         at, pause = self._asked.get(server, (now, _FIRST_PAUSE_S))
-        peers = self._channel.linked_peers
+        peers = self._channel.reporting_peers
         if now < at or not peers or instance.doubt in _NOT_ASKED:
             return
         self._asked[server] = now + pause, min(2 * pause, _MAX_PAUSE_S)

@@ -66,6 +66,11 @@ _ROOM_BYTES: Final = 1024 * 1024
 class ChannelListener(PeerListener, Protocol):
     """The receiver of the channel's messages."""
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether this process follows LMCache's reports: one that mirrors the map of another does not."""
+        ...
+
     def state(self) -> Sequence[SharedMessage]:
         """What another gateway must know now: the requests in flight, and the changes by hand."""
         ...
@@ -140,9 +145,9 @@ class Channel:
         return self.problem is None
 
     @property
-    def linked_peers(self) -> Sequence[PeerId]:
-        """The members whose state is complete here."""
-        return [member.id for member in self._members.values() if member.is_linked]
+    def reporting_peers(self) -> Sequence[PeerId]:
+        """The members that are linked and follow LMCache's reports."""
+        return [member.id for member in self._members.values() if member.is_reporting]
 
     async def start(self, listener: ChannelListener) -> None:
         """Begin to connect; returns at once."""
@@ -479,10 +484,14 @@ class Channel:
         self._link.wake()
 
     def _own_state(self) -> MemberState:
-        is_synced = self._listener is not None and self._listener.is_synced
+        listener = self._listener
+        is_synced = listener is not None and listener.is_synced
+        has_reports = listener is not None and listener.has_reports
         lag_s = -1.0 if self.lag_s is None else self.lag_s
         has_key = self._key is not None
-        return MemberState(self._options.name, self.process, __version__, is_synced, has_key, lag_s)
+        return MemberState(
+            self._options.name, self.process, __version__, is_synced, has_key, lag_s, has_reports
+        )
 
     def _own_channel(self, member: bytes) -> bytes:
         return f"kvroute:{self._options.fleet}:{member.hex()}".encode()

@@ -6,6 +6,7 @@ published only the prompt and its share of the averages are sent.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from kvroute.replicas.messages import (
     FirstToken,
     Groups,
     GroupsWanted,
+    LearnedCosts,
     Passed,
     PeerId,
     PromptSent,
@@ -37,6 +39,7 @@ from kvroute.replicas.messages import (
     pack_keys,
     unpack_keys,
 )
+from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import (
@@ -446,3 +449,27 @@ def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent
         keys = unpack_keys(packed)
         groups.learn(keys)
         router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
+
+
+def learned_costs(router: Router, workers: Sequence[Worker]) -> list[LearnedCosts]:
+    """What `router` has learned about each model and worker, for a process that joins."""
+    learned, names = router.learned, {each.index: each.id for each in workers}
+    return [
+        LearnedCosts(
+            model,
+            known.prefills.sums(),
+            {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
+        )
+        for model, known in ({} if learned is None else learned.models).items()
+    ]
+
+
+def apply_learned_costs(router: Router, fleet: Fleet, sent: LearnedCosts) -> None:
+    """Begin with another process's `learned_costs` of a model; skipped if it was learned here already."""
+    if router.learned is None:
+        return
+    known = router.learned.models.setdefault(sent.model, LearnedModel())
+    if known.prefills.restore(sent.sums):
+        for name, sums in sent.speeds.items():
+            with contextlib.suppress(NotFound):
+                known.speeds.restore(fleet.get(name).index, *sums)

@@ -86,6 +86,11 @@ class Member:
         return self.state.release if self.state is not None else "?"
 
     @property
+    def is_reporting(self) -> bool:
+        """Whether it is linked and follows LMCache's reports."""
+        return self.is_linked and self.state is not None and self.state.has_reports
+
+    @property
     def standing(self) -> str:
         """alive, joining (its state has not arrived), silent, or left."""
         if self.gone_at is not None:

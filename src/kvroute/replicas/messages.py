@@ -360,7 +360,12 @@ class Ejected(PeerMessage, frozen=True):
 
 
 class SnapshotRequest(PeerMessage, frozen=True):
-    """The sender has just started and asks for `RecentPrompts`, then `InSync`."""
+    """The sender has just started and asks for `RecentPrompts`, then `InSync`.
+
+    `only_reports`: it has the rest, and asks for LMCache's reports alone.
+    """
+
+    only_reports: bool = False
 
 
 class RecentPrompts(PeerMessage, frozen=True):
@@ -407,7 +412,10 @@ class InSync(PeerMessage, frozen=True):
 
 
 class MemberState(PeerMessage, frozen=True):
-    """A member of the fleet is alive. `lag_s`: its own messages take this long through Redis."""
+    """A member of the fleet is alive. `lag_s`: its own messages take this long through Redis.
+
+    `has_reports`: it has LMCache's reports, so it can send the state of LMCache's servers.
+    """
 
     name: str
     process: int
@@ -415,6 +423,7 @@ class MemberState(PeerMessage, frozen=True):
     is_synced: bool
     has_key: bool
     lag_s: float
+    has_reports: bool = True
 
 
 class StateWanted(PeerMessage, frozen=True):
