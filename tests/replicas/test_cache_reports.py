@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,16 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_keys, chunk_names
+from kvroute.blocks.keys import Tier
 from kvroute.index.prefix_index import MapTrust
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
-from kvroute.lmcache.membership import ServedWorker
+from kvroute.lmcache.membership import HeldChunks, ServedWorker
 from kvroute.lmcache.options import ControllerOptions, LMCacheOptions
 from kvroute.replicas.cache_reports import CacheReports
 from kvroute.replicas.envelope import decode_payload, encode_payloads
 from kvroute.wire import lmcache_controller as wire
-from kvroute.wire.lmcache_server import CacheEvents, ServerRegistration, ServerStatus
+from kvroute.wire.lmcache_server import CacheEvents, ChunkRun, ServerRegistration, ServerStatus, entries_of
 
 MODEL = "/models/tiny"
 SCHEME = ChunkScheme(chunk_tokens=4)
@@ -99,6 +102,7 @@ class Bus:
                     is_busy = True
                     sender, message = member.inbox.pop(0)
                     member.reports.handlers[type(message)](sender, message)
+                    await member.reports.apply_arrived()
                 while member.reports._wanted:
                     is_busy = True
                     (peer, server), wanted = next(iter(member.reports._wanted.items()))
@@ -341,6 +345,140 @@ async def test_a_state_from_before_a_missed_batch_is_refused(trio, bus):
 
     assert (three.trust, three.seen()[0]) == (MapTrust.PARTIAL, {2})
     assert three.reports.counts.refused == 1
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level(logging.INFO)
+
+
+async def begin_of_copy(bus: Bus, one: Member, late: Member) -> list:
+    """The messages of a copy, without its last one, have arrived at `late`; returns the last one."""
+    await one.reports.send_states(late.name)
+    end = late.inbox.pop()
+    await bus.pump(late.name)
+    assert late.reports._copies
+    return [end]
+
+
+async def test_a_refused_copy_leaves_the_shared_pools_as_they_are(bus, clock, caplog):
+    server, one, late = Server(), Member(bus, "a", clock), Member(bus, "b", clock)
+    one.beat()
+    one.report(server.batch("config"))
+    one.report(server.batch("store", "l1", range(4)))
+    one.report(server.batch("store", "l2", range(8)))
+    await bus.pump()
+    late.coordinator.distrust("w")  # as if it had missed a piece
+    one.report(server.batch("store", "l2", [8]))  # known here, whatever becomes of the copy
+    await bus.pump("b")
+    one.inbox.clear()  # the question of the other one
+    await begin_of_copy(bus, one, late)
+
+    late.reports.on_link_lost("a")  # the copy is refused
+    late.beat()
+    late.report(server.batch("config"))
+
+    assert late.reports.counts.refused == 1
+    assert "was refused: its sender is lost" in caplog.text
+    assert late.seen() == (set(), set(range(9)))
+
+
+async def test_a_copy_is_whole_after_any_number_of_batches_meanwhile(bus, clock):
+    server, one, late = Server(), Member(bus, "a", clock), Member(bus, "b", clock)
+    one.beat()
+    one.report(server.batch("config"))
+    one.report(server.batch("store", "l1", range(20)))
+    one.report(server.batch("store", "l2", range(25)))
+    late.inbox.clear()
+    end = await begin_of_copy(bus, one, late)
+
+    one.report(server.batch("delete", "l1", range(10)))
+    one.report(server.batch("delete", "l2", range(5)))
+    for _ in range(600):  # more objects than `_MAX_RECENT`
+        one.report(server.batch("store", "l1", range(20, 40)))
+    await bus.pump()
+    late.inbox += end
+    await bus.pump()
+
+    assert late.reports.counts.refused == 0
+    assert (late.trust, late.seen()) == (MapTrust.WHOLE, one.seen())
+    assert late.coordinator.instance("w").memory.objects == len(server.held["l1"])
+
+
+@pytest.mark.parametrize("ranks", [(ONE_RANK,), TWO_RANKS], ids=["one rank", "two ranks"])
+async def test_a_copy_says_nothing_of_objects_that_have_changed_meanwhile(bus, clock, ranks):
+    server, one, late = Server(ranks), Member(bus, "a", clock), Member(bus, "b", clock)
+    one.beat()
+    one.report(server.batch("config"))
+    one.report(server.batch("store", "l1", range(10)))
+    one.report(server.batch("store", "l2", range(20)))
+    await bus.pump()
+    late.coordinator.distrust("w")
+    await one.reports.send_states("b")
+    copied, late.inbox = late.inbox, []
+
+    one.report(server.batch("delete", "l1", range(3)))
+    one.report(server.batch("delete", "l2", range(15)))
+    late.inbox, changes = [copied[0]], late.inbox
+    await bus.pump("b")  # the state begins
+    late.inbox = changes
+    await bus.pump("b")  # the deletions overtake the rest of it
+    late.inbox = copied[1:]
+    await bus.pump("b")
+
+    assert late.trust is MapTrust.WHOLE
+    assert late.seen() == one.seen() == (set(range(3, 10)), set(range(15, 20)))
+    assert late.coordinator.instance("w").memory.objects == len(server.held["l1"])
+
+
+async def test_a_copy_that_lacks_a_batch_is_refused_and_asked_for_again(bus, clock, caplog):
+    server, one, late = Server(), Member(bus, "a", clock), Member(bus, "b", clock)
+    one.beat()
+    one.report(server.batch("config"))
+    one.report(server.batch("store", "l1", range(5)))
+    late.inbox.clear()
+    end = await begin_of_copy(bus, one, late)
+    waiting = asyncio.ensure_future(late.reports.settled())
+
+    bus.loses = lambda to: True
+    one.report(server.batch("delete", "l1", [0]))
+    bus.loses = lambda to: False
+    one.report(server.batch("store", "l1", [5]))
+    await bus.pump()
+    assert "was refused: batches between" in caplog.text
+    await waiting
+    late.inbox += end
+    clock.time += 2
+    late.reports.ask()
+    await bus.pump()
+
+    assert late.reports.counts.refused == 1
+    assert (late.trust, late.seen()[0]) == (MapTrust.WHOLE, set(range(1, 6)))
+
+
+@pytest.mark.parametrize("ranks", [(ONE_RANK,), TWO_RANKS], ids=["one rank", "two ranks"])
+def test_a_store_is_copied_in_small_steps(ranks):
+    """A step of 512 chunks takes 0.5 to 2 ms."""
+    index, copied = CopyableChunkIndex(), CopyableChunkIndex()
+    held, copy = HeldChunks(index, Tier.L1), HeldChunks(copied, Tier.L1)
+    number = 20_000
+    for rank in ranks:
+        keys = array("Q", range(1, number + 1)).tobytes()
+        held.store(SCHEME, entries_of([ChunkRun(MODEL, rank, 0, "", keys)]))
+
+    for _ in copy.restore(SCHEME, held.layouts(), b"", []):
+        pass
+    for entries, runs in held.contents():
+        assert len(entries) // 9 + sum(len(run.keys) // 8 for run in runs) <= 512
+    packed = b"".join(entries for entries, _ in held.contents())
+    all_runs = [run for _, runs in held.contents() for run in runs]
+    before = 0
+    for _ in copy.restore(SCHEME, [], packed, all_runs):
+        assert copy.objects - before <= 512
+        before = copy.objects
+
+    assert copy.objects == held.objects == number * len(ranks)
+    assert copied.size().chunks == number
 
 
 async def test_a_lost_piece_of_a_batch_is_missed_and_asked_for(trio, bus, clock):

@@ -88,9 +88,9 @@ class OverrideLog:
         self._time += 1
         stamp = self._time, self._author
         fresh = [
-            entry
-            for entry in _entries_of(overrides, self._entries, stamp)
-            if _effect(entry) != _effect(self._entries.get(entry.worker))
+            each
+            for each in _entries_of(overrides, self._entries, stamp)
+            if _effect(each) != _effect(self._entries.get(each.worker))
         ]
         self._entries.update((entry.worker, entry) for entry in fresh)
         return OverridesChanged(fresh)
@@ -325,8 +325,8 @@ class Replica:
             await self.channel.start(self)
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
-        """Wait until this process has the state of the others: at most `timeout_s`, and with other gateways
-        the longer one of `timeout_s` and `join_timeout_s`."""
+        """Wait until this process has the state of the others, at most the longer one of both times; without
+        other gateways at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
                 await asyncio.gather(
@@ -335,6 +335,7 @@ class Replica:
                 )
                 if self._snapshot_source is not None or self._reports_source is not None:
                     await self._synced.wait()
+                await (self._reports.settled() if self._reports is not None else asyncio.sleep(0))
         except TimeoutError:
             log.warning("process %d starts without the whole state of the others", self.number)
         self._is_synced = True  # also after a timeout: no process could send the state
@@ -459,14 +460,13 @@ class Replica:
     # Message handlers
 
     def _on_snapshot_request(self, peer: PeerId, message: SnapshotRequest) -> None:
-        work = self._send_snapshot(peer, only_reports=message.only_reports)
-        task = asyncio.create_task(work, name=f"snapshot for process {peer}")
+        task = asyncio.create_task(self._send_snapshot(peer, message), name=f"snapshot for process {peer}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_snapshot(self, peer: PeerId, *, only_reports: bool) -> None:
+    async def _send_snapshot(self, peer: PeerId, request: SnapshotRequest) -> None:
         """Send history, owners, learned costs, sessions, limits and LMCache's reports, then `InSync`."""
-        for messages in () if only_reports else self._snapshot():
+        for messages in () if request.only_reports else self._snapshot():
             if not self.send(peer, *messages):
                 return
             await asyncio.sleep(0)  # so that streams are relayed in between

@@ -334,7 +334,7 @@ class ChunkIndex:
         About 0.3 us a chunk.
         """
         bit = holder.bit or self._open(holder)
-        seed, shards, live, masks = _seed(space), self._shards, self._live, self._masks
+        seed, shards, live, masks = entry_seed(space), self._shards, self._live, self._masks
         if len(masks) > _KEPT_MASKS:
             masks.clear()
         room, new, added = self._max_chunks - self._chunks, 0, 0
@@ -365,7 +365,7 @@ class ChunkIndex:
 
     def remove_all(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
         """`holder` no longer has these chunks; returns how many the index had for `holder`."""
-        seed, shards, bit, left = _seed(space), self._shards, holder.bit, self._live & ~holder.bit
+        seed, shards, bit, left = entry_seed(space), self._shards, holder.bit, self._live & ~holder.bit
         removed = 0
         for key in keys:
             entry = key ^ seed
@@ -421,7 +421,7 @@ class ChunkIndex:
 
     def holds(self, holder: ChunkHolder, space: ChunkSpace, key: ChunkKey) -> bool:
         """Does the index have this chunk for `holder`?"""
-        entry = key ^ _seed(space)
+        entry = key ^ entry_seed(space)
         return bool(self._shards[entry & SHARD_MASK].get(entry, 0) & holder.bit)
 
     # Reading
@@ -466,7 +466,7 @@ class ChunkIndex:
             line = lines.get(domain)
             if line is None:
                 scheme, model = domain
-                seed = _seed(ChunkSpace(scheme, model, salt))
+                seed = entry_seed(ChunkSpace(scheme, model, salt))
                 line = lines[domain] = ChunkLine(
                     chunks.keys(scheme),
                     scheme.chunk_tokens,
@@ -534,7 +534,7 @@ class _Plans(NamedTuple):
     several: list[tuple[int, list[ChunkStep], list[ChunkStep]]]
 
 
-def _seed(space: ChunkSpace) -> int:
+def entry_seed(space: ChunkSpace) -> int:
     """A number that separates equal hashes of different spaces: an entry of the map is a chunk key XOR
     this."""
     # Chunks of different sizes never have equal hashes, so the size is no part of the seed.

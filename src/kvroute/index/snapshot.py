@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import IntEnum
 from struct import Struct as Packing
 from typing import Final, NamedTuple, TypeAlias
@@ -18,9 +18,10 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvroute.blocks.chunks import ChunkKey, ChunkSpace
 from kvroute.blocks.keys import BlockKey, Tier
 from kvroute.errors import WireError
-from kvroute.index.chunk_index import SHARD_MASK, ChunkHolder, ChunkIndex
+from kvroute.index.chunk_index import SHARD_MASK, ChunkHolder, ChunkIndex, entry_seed
 from kvroute.wire.vllm import ExternalBlockHash
 
 VERSION: Final = 2
@@ -220,22 +221,28 @@ def _keys(packed: bytes) -> Sequence[BlockKey]:
     return keys  # type: ignore[return-value]
 
 
-_ENTRY_BYTES: Final = 9
+ENTRY_BYTES: Final = 9
 """A key of `ChunkIndex`'s hash tables: a 64-bit chunk key, signed or unsigned, XOR a 64-bit number."""
 
 
 def pack_entries(entries: Iterable[int]) -> bytes:
     """Keys of `ChunkIndex`'s hash tables as bytes, for `CopyableChunkIndex.store_entries`."""
-    return b"".join([entry.to_bytes(_ENTRY_BYTES, "little", signed=True) for entry in entries])
+    return b"".join([entry.to_bytes(ENTRY_BYTES, "little", signed=True) for entry in entries])
+
+
+def unpack_entries(packed: bytes) -> Iterator[int]:
+    """The keys that `pack_entries` packed."""
+    for start in range(0, len(packed), ENTRY_BYTES):
+        yield int.from_bytes(packed[start : start + ENTRY_BYTES], "little", signed=True)
 
 
 class CopyableChunkIndex(ChunkIndex):
-    """A `ChunkIndex` whose chunks can be copied to another process."""
+    """A `ChunkIndex` whose chunks can be copied to another process. Mutable, as `ChunkIndex`."""
 
     def entries_of(self, holder: ChunkHolder) -> Iterator[bytes]:
-        """The chunks of `holder`, packed; each piece has those of one of the 256 tables.
+        """The chunks of `holder`, packed; each element has those of one of the 256 tables.
 
-        A chunk that is stored or removed between two pieces may be in them or not.
+        A chunk that is stored or removed between two elements may be in them or not.
         """
         bit = holder.bit
         for shard in self._shards:
@@ -243,14 +250,24 @@ class CopyableChunkIndex(ChunkIndex):
                 return
             yield pack_entries([entry for entry, mask in shard.items() if mask & bit])
 
-    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
-        """All `holders` have the packed chunks. About 0.5 us a chunk."""
+    @staticmethod
+    def entries(space: ChunkSpace, keys: Iterable[ChunkKey]) -> Iterator[int]:
+        """The keys of these chunks in the hash tables, as `pack_entries` gets them."""
+        seed = entry_seed(space)
+        return (key ^ seed for key in keys)
+
+    def store_entries(
+        self, holders: Sequence[ChunkHolder], packed: bytes, skipped: Container[int] = frozenset()
+    ) -> None:
+        """All `holders` have the packed chunks, except the `skipped` entries. About 0.5 us a chunk."""
         bits = 0
         for holder in holders:
             bits |= holder.bit or self._open(holder)
         shards, masks, live = self._shards, self._masks, self._live
-        for start in range(0, len(entries), _ENTRY_BYTES):
-            entry = int.from_bytes(entries[start : start + _ENTRY_BYTES], "little", signed=True)
+        for start in range(0, len(packed), ENTRY_BYTES):
+            entry = int.from_bytes(packed[start : start + ENTRY_BYTES], "little", signed=True)
+            if entry in skipped:
+                continue
             shard = shards[entry & SHARD_MASK]
             known = shard.get(entry)
             if known is None:

@@ -12,7 +12,7 @@ follow them here with the same rules (`replicas/cache_reports.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -26,6 +26,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.membership import (
     Attachments,
+    ChangedObjects,
     Doubt,
     HeldChunks,
     L2Pool,
@@ -38,6 +39,7 @@ from kvroute.wire.lmcache_server import (
     CacheEvents,
     CacheServerAlive,
     CacheServerState,
+    CacheServerStore,
     ServerRegistration,
     ServerStatus,
 )
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 _KINDS: Final = frozenset({"store", "delete", "access", "config"})
 _POOL_RETENTION_S: Final = 3600.0
 """How long the content of a server's private L2 stays known after the server has left."""
+_MAX_CHANGES: Final = 262_144
+"""Objects that may change while a copy of a map arrives: 50 MB, and more than a minute's reports."""
 
 
 class BatchOutcome(StrEnum):
@@ -71,6 +75,79 @@ class CoordinatorCounts:
     gaps: int = 0
     unknown: int = 0
     """Batches whose event type or tier this version does not know."""
+
+
+class ServerCopy:
+    """Another member's map of a server, while it arrives. Mutable: by `begin`, `restore` and `apply`.
+
+    Chunks of the server's L2 pools are added to the pools at once. They are right even if the copy is not
+    adopted: objects that have changed since it was begun are skipped.
+    """
+
+    def __init__(self, state: CacheServerState, coordinator: Coordinator, memory: HeldChunks) -> None:
+        self.state = state
+        self.memory = memory
+        self._coordinator = coordinator
+        self._scheme = ChunkScheme(BLAKE3, state.chunk_tokens)
+        self._seq = state.seq
+        self._changed: dict[HeldChunks, ChangedObjects] = {}
+        """Of each store: objects of batches that the sender may not have applied."""
+        self._changes = 0
+
+    @property
+    def sent_position(self) -> tuple[int, int]:
+        """Incarnation and number of the last batch that the sender had applied when it began."""
+        return self.state.incarnation, self.state.seq
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Incarnation and number of the last batch that the copy has."""
+        return self.state.incarnation, self._seq
+
+    def begin(self, store: CacheServerStore) -> None:
+        """Learn the parts of the chunks in L1, before the first `apply`."""
+        for _ in self.memory.restore(self._scheme, store.layouts, b"", []):
+            pass
+
+    def restore(self, store: CacheServerStore) -> Iterator[None]:
+        """Add what the sender has sent; yields after each step of about 1 ms. Raises ValueError."""
+        held = self.memory
+        if store.backend:
+            held = self._coordinator.pool_of(self.state, store.backend, shared=store.shared)
+        changed = self._changed.setdefault(held, ChangedObjects())
+        return held.restore(self._scheme, store.layouts, store.entries, store.runs, changed)
+
+    def apply(self, batch: CacheEvents) -> str:
+        """Apply a batch that was applied to the map here. Returns why the copy cannot be used; "" if it can.
+
+        Batches that the sender had applied when it began change nothing.
+        """
+        instance = self._coordinator.instance(batch.instance_id)
+        is_own, scheme = batch.instance_id == self.state.server, self._scheme
+        if is_own:
+            if (batch.incarnation, batch.seq) <= self.sent_position:
+                return ""
+            if batch.incarnation != self.state.incarnation or batch.seq > self._seq + 1:
+                return "batches between it and the map here are missing"
+            self._seq = batch.seq
+        elif instance is not None:
+            scheme = instance.scheme
+        held: HeldChunks | None = self.memory if is_own else None
+        if batch.tier == "l2":
+            pool = None if instance is None else instance.pools.get(batch.backend)
+            held = None if pool is None else pool.held
+        if held is None or batch.event_type not in ("store", "delete"):
+            return ""
+        self._changed.setdefault(held, ChangedObjects()).add(scheme, batch.entries)
+        self._changes += len(batch.entries)
+        if self._changes > _MAX_CHANGES:
+            return "too much has changed since it began"
+        if held is self.memory:
+            if batch.event_type == "delete":
+                held.remove(scheme, batch.entries)
+            elif not held.store(scheme, batch.entries) or held.foreign_hashes:
+                return "the chunks of the server have other parts or names"
+        return ""
 
 
 class Coordinator:
@@ -208,9 +285,6 @@ class Coordinator:
         instance = self._instances.get(batch.instance_id)
         if instance is None or instance.incarnation != batch.incarnation or instance.last_seq != batch.seq:
             return
-        self._apply(instance, batch)
-
-    def _apply(self, instance: LMCacheServer, batch: CacheEvents) -> None:
         kind, events = batch.event_type, self.counts.events
         if kind not in _KINDS or batch.tier not in ("l1", "l2"):
             self.counts.unknown += 1
@@ -316,13 +390,23 @@ class Coordinator:
         if instance is not None:
             self._lose(instance, Doubt.LOST_EVENTS)
 
-    def adopt(
-        self, state: CacheServerState, memory: HeldChunks, later: Sequence[CacheEvents], via: str
-    ) -> None:
-        """Replace the map of a server by that of another member, and apply the batches since.
+    def begin_copy(self, state: CacheServerState) -> ServerCopy:
+        """An empty copy of another member's map of a server, for `adopt`."""
+        instance = self._instances.get(state.server) or self._add(state.server)
+        before = instance.incarnation
+        if before is None or (before, instance.last_seq) < (state.incarnation, state.seq):
+            # Batches were missed here. The stores are cleared now rather than with the next batch, which
+            # would clear what the copy has added to the pools.
+            self._lose(instance, Doubt.LATE if before is None else Doubt.LOST_EVENTS)
+            instance.incarnation, instance.last_seq = state.incarnation, state.seq
+        return ServerCopy(state, self, HeldChunks(self._index, Tier.L1))
+
+    def adopt(self, copy: ServerCopy, via: str) -> None:
+        """Replace the map of a server by a copy that has everything until now.
 
         `via` is the member that the server reports to, by that state.
         """
+        state, memory = copy.state, copy.memory
         instance = self._instances.get(state.server) or self._add(state.server)
         is_newer = instance.incarnation == state.incarnation and instance.last_seq > state.seq
         if not is_newer and not (instance.registered and not instance.via):
@@ -340,10 +424,6 @@ class Coordinator:
         instance.doubt, instance.agreed_seq = None, -1
         instance.last_message_at = self._clock.now()
         instance.is_reporting = state.is_reporting or is_newer
-        for batch in later:
-            reader = self._instances.get(batch.instance_id)
-            if reader is not None and reader.incarnation == batch.incarnation:
-                self._apply(reader, batch)
         log.info("the map of LMCache server %s is that of another gateway", state.server)
         self._update_attachments()
 

@@ -7,7 +7,8 @@ the one before.
 
 What did not arrive shows in these numbers, with the next batch or heartbeat. Then the server's chunks do not
 count, and its whole state is asked for; so does a member that joins. The copy of a state is inexact by the
-batches that are applied while it is sent; therefore the receiver applies these again (`_recent`).
+batches that are applied while it is sent. Therefore the receiver applies them to the copy, too, and skips
+what the copy says of their objects.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from kvroute.blocks.chunks import BLAKE3, ChunkScheme
-from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.index.prefix_index import MapTrust
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
-from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
-from kvroute.lmcache.membership import Doubt, HeldChunks, LMCacheServer
+from kvroute.lmcache.coordinator import BatchOutcome, Coordinator, ServerCopy
+from kvroute.lmcache.membership import Doubt, LMCacheServer
 from kvroute.replicas.messages import PeerId, SharedMessage
 from kvroute.wire import lmcache_controller
 from kvroute.wire.lmcache_server import (
@@ -40,6 +39,7 @@ from kvroute.wire.lmcache_server import (
     CacheServerStateEnd,
     CacheServerStore,
     CacheServerWanted,
+    ChunkRun,
     ControllerReport,
     FullSyncWanted,
     entries_of,
@@ -56,7 +56,7 @@ _COPY_S: Final = 60.0
 """A copy that is not complete after this long is dropped."""
 _STORE_BYTES: Final = 32_768
 _MAX_RECENT: Final = 8192
-"""Objects of recent batches that are kept for the end of a copy."""
+"""Objects of recent batches that are kept for the begin of a copy, whose sender may lack them."""
 _NOT_ASKED: Final = (Doubt.FOREIGN_HASHES, Doubt.REGISTERED_AGAIN)
 """No member knows more: whether the server was restarted, its next batch shows."""
 _NOT_FORWARDED: Final = (lmcache_controller.P2pLookup, lmcache_controller.FullSyncStatus)
@@ -95,13 +95,16 @@ class _Copy:
     """A state that is arriving. Mutable: by `CacheReports`."""
 
     peer: PeerId
-    state: CacheServerState
-    memory: HeldChunks
+    map: ServerCopy
     began_at: float
     since: int
     """Pieces of batches that were applied before it began."""
+    is_open: bool = False
+    """Whether the recent batches were applied to it; from then on each one is."""
     stores: int = 0
-    pools: list[HeldChunks] = field(default_factory=list)
+    arrived: deque[CacheServerStore] = field(default_factory=deque)
+    """What is not in the map yet."""
+    end: CacheServerStateEnd | None = None
 
 
 class CacheReports:
@@ -138,6 +141,9 @@ class CacheReports:
         """Server -> when to ask for its state again, and the pause after that."""
         self._wanted: dict[tuple[PeerId, str], CacheServerWanted] = {}
         self._work = asyncio.Event()
+        self._arrived = asyncio.Event()
+        """Something of a copy has arrived."""
+        self._settled = asyncio.Event()
         self._sending = asyncio.Lock()
         self.handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
         """The messages of other members, and what handles them."""
@@ -180,6 +186,7 @@ class CacheReports:
         self.counts.forwarded += 1
 
     def left(self, server: str) -> None:
+        self._refuse(server, "the server has left")
         self._channel.publish(CacheServerLeft(server))
         self.counts.forwarded += 1
 
@@ -215,7 +222,7 @@ class CacheReports:
         """A member has died or left: what LMCache reported through it does not count until it is reported
         elsewhere."""
         for server in [server for server, copy in self._copies.items() if copy.peer == peer]:
-            self._refuse(server)
+            self._refuse(server, "its sender is lost")
         if self._coordinator is not None:
             self._coordinator.lost(str(peer))
         if self._controller is not None:
@@ -226,28 +233,40 @@ class CacheReports:
         for instance in () if self._coordinator is None else self._coordinator.instances():
             await self._send_state(peer, instance)
 
+    async def settled(self) -> None:
+        """Wait until no copy is arriving."""
+        while self._copies:
+            self._settled.clear()
+            await self._settled.wait()
+
     async def run(self) -> None:
-        """Answer questions, and ask for the state of servers whose map is incomplete, until cancelled."""
-        while True:
-            waiting = asyncio.ensure_future(self._work.wait())
-            tick = asyncio.ensure_future(self._clock.sleep(_TICK_S))
-            try:
-                await asyncio.wait((waiting, tick), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waiting.cancel()
-                tick.cancel()
-                await asyncio.gather(waiting, tick, return_exceptions=True)
+        """Answer questions, apply copies, and ask for incomplete maps, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for work in (self._answer_questions, self._apply_copies, self._ask_each_second):
+                group.create_task(work())
+
+    async def _answer_questions(self) -> None:
+        while await self._work.wait():
             self._work.clear()
             while self._wanted:
                 peer, server = next(iter(self._wanted))
                 await self._answer(peer, self._wanted.pop((peer, server)))
+
+    async def _apply_copies(self) -> None:
+        while await self._arrived.wait():
+            self._arrived.clear()
+            await self.apply_arrived()
+
+    async def _ask_each_second(self) -> None:
+        while True:
+            await self._clock.sleep(_TICK_S)
             self.ask()
 
     def ask(self) -> None:
         """Ask one member for the state of each server whose map is incomplete here, if it is time."""
         now = self._clock.now()
         for server in [name for name, copy in self._copies.items() if now - copy.began_at > _COPY_S]:
-            self._refuse(server)
+            self._refuse(server, f"it took longer than {_COPY_S:.0f} s")
         instances = [] if self._coordinator is None else self._coordinator.instances()
         incomplete = [each for each in instances if each.trust is not MapTrust.WHOLE]
         self._asked = {each.id: self._asked[each.id] for each in incomplete if each.id in self._asked}
@@ -258,15 +277,15 @@ class CacheReports:
         now, server = self._clock.now(), instance.id
         at, pause = self._asked.get(server, (now, _FIRST_PAUSE_S))
         peers = self._channel.reporting_peers
-        if now < at or not peers or instance.doubt in _NOT_ASKED:
+        if now < at or not peers or instance.doubt in _NOT_ASKED or server in self._copies:
             return
         self._asked[server] = now + pause, min(2 * pause, _MAX_PAUSE_S)
         # Later any other one: the first may have missed the same batches.
         peer = instance.via if instance.via in peers and pause == _FIRST_PAUSE_S else random.choice(peers)
-        has_doubt = instance.doubt is not None
-        self._channel.send(
-            peer, CacheServerWanted(server, instance.incarnation, instance.last_seq, has_doubt)
+        wanted = CacheServerWanted(
+            server, instance.incarnation, instance.last_seq, instance.doubt is not None
         )
+        self._channel.send(peer, wanted)
 
     # Following
 
@@ -275,7 +294,7 @@ class CacheReports:
         self.counts.followed += 1
         known = self._pieces.get(message.server)
         if known is not None and message.is_whole and known[:2] == (message.incarnation, message.seq):
-            self._miss(message.server)  # the last pieces of the last batch
+            self._miss(message.server, known)  # the last pieces of the last batch
         is_needed = self._coordinator.follow(message, str(peer))
         instance = self._instance(message.server)
         if is_needed and instance is not None:
@@ -283,8 +302,7 @@ class CacheReports:
 
     def _on_left(self, peer: PeerId, message: CacheServerLeft) -> None:
         assert self._coordinator is not None
-        if message.server in self._copies:
-            self._refuse(message.server)
+        self._refuse(message.server, "the server has left")
         self._coordinator.deregister(message.server)
 
     def _on_events(self, peer: PeerId, message: CacheServerEvents) -> None:
@@ -303,14 +321,14 @@ class CacheReports:
         known = self._pieces.get(message.server)
         if message.piece == 0:
             if known is not None and known[:2] != (message.incarnation, message.seq):
-                self._miss(message.server)  # the last pieces of the batch before
+                self._miss(message.server, known)  # the last pieces of the batch before
             if coordinator.admit(batch, str(peer)) is not BatchOutcome.APPLIED:
                 return
         elif known != (message.incarnation, message.seq, message.piece):
             instance = self._instance(message.server)
             at = (-1, 0) if instance is None else _position(instance)
             if known is not None or at < (message.incarnation, message.seq):
-                self._miss(message.server)
+                self._miss(message.server, (message.incarnation, message.seq))
             return  # otherwise it was in the state of another member
         self.counts.followed += 1
         self._next_piece(message.server, message.incarnation, message.seq, is_last=message.is_last)
@@ -321,9 +339,13 @@ class CacheReports:
         if instance is not None and instance.doubt is not None:
             self._ask(instance)
 
-    def _miss(self, server: str) -> None:
+    def _miss(self, server: str, batch: tuple[int, ...]) -> None:
+        """A piece of the batch with this incarnation and number did not arrive."""
         assert self._coordinator is not None
         self._pieces.pop(server, None)
+        copy = self._copies.get(server)
+        if copy is not None and batch[:2] > copy.map.sent_position:
+            self._refuse(server, "a later batch did not arrive")
         self.counts.missed += 1
         self._coordinator.distrust(server)
 
@@ -341,6 +363,9 @@ class CacheReports:
         self._recent_objects += len(batch.entries) + 1
         while self._recent_objects > _MAX_RECENT:
             self._recent_objects -= len(self._recent.popleft().entries) + 1
+        for copy in list(self._copies.values()):
+            if copy.is_open and (problem := copy.map.apply(batch)):
+                self._refuse(copy.map.state.server, problem)
 
     def _on_controller_report(self, peer: PeerId, message: ControllerReport) -> None:
         assert self._controller is not None
@@ -370,10 +395,8 @@ class CacheReports:
             if self._instance(instance.id) is not instance:
                 return  # it has left while another state was sent
             server, incarnation, memory = instance.id, instance.incarnation, instance.memory
-            if incarnation is None or instance.doubt is not None:
-                return
-            if server in self._pieces:
-                return  # in the middle of a batch; the receiver asks again
+            if incarnation is None or instance.doubt is not None or server in self._pieces:
+                return  # the receiver asks again, if this process is only in the middle of a batch
             state = CacheServerState(
                 server,
                 instance.address if instance.registered else "",
@@ -406,69 +429,92 @@ class CacheReports:
         if known is not None and known.peer != peer:
             return
         if known is not None:
-            self._refuse(state.server)
-        memory = HeldChunks(self._index, Tier.L1)
-        self._copies[state.server] = _Copy(peer, state, memory, self._clock.now(), self._applied)
+            self._refuse(state.server, "its sender has begun again")
+        assert self._coordinator is not None
+        copied = self._coordinator.begin_copy(state)
+        self._copies[state.server] = _Copy(peer, copied, self._clock.now(), self._applied)
 
     def _on_store(self, peer: PeerId, message: CacheServerStore) -> None:
-        assert self._coordinator is not None
-        copy = self._copies.get(message.server)
-        if copy is None or copy.peer != peer:
-            return
-        copy.stores += 1
-        held = copy.memory
-        if message.backend:
-            held = self._coordinator.pool_of(copy.state, message.backend, shared=message.shared)
-            copy.pools.append(held)
-        held.restore(
-            ChunkScheme(BLAKE3, copy.state.chunk_tokens), message.layouts, message.entries, message.runs
-        )
+        if (copy := self._copies.get(message.server)) is not None and copy.peer == peer:
+            copy.stores += 1
+            copy.arrived.append(message)
+            self._arrived.set()
 
     def _on_state_end(self, peer: PeerId, message: CacheServerStateEnd) -> None:
-        coordinator, copy = self._coordinator, self._copies.get(message.server)
-        if coordinator is None or copy is None or copy.peer != peer:
+        if (copy := self._copies.get(message.server)) is not None and copy.peer == peer:
+            copy.end = message
+            self._arrived.set()
+
+    async def apply_arrived(self) -> None:
+        """Apply what has arrived of the copies, in steps of about 1 ms."""
+        for copy in list(self._copies.values()):
+            try:
+                for _ in self._steps(copy):
+                    await asyncio.sleep(0)
+            except ValueError as error:
+                log.warning("a state that another gateway has sent cannot be read: %s", error)
+                self._refuse(copy.map.state.server, "it cannot be read")
+
+    def _steps(self, copy: _Copy) -> Iterator[None]:
+        """Apply what has arrived; yields after each step. Ends early when the copy is refused."""
+        server = copy.map.state.server
+        while copy.arrived:
+            store = copy.arrived.popleft()
+            if not copy.is_open and not store.backend:
+                # The recent batches need the parts of chunks: their objects may not show all.
+                copy.map.begin(store)
+                yield from self._apply_recent(copy)
+                if self._copies.get(server) is not copy:
+                    return
+            for _ in copy.map.restore(store):
+                yield
+                if self._copies.get(server) is not copy:
+                    return
+        if copy.end is not None and self._copies.get(server) is copy:
+            self._finish(copy, copy.end)
+
+    def _apply_recent(self, copy: _Copy) -> Iterator[None]:
+        """Apply the batches that the sender of a state may not have applied when it began."""
+        server, problem = copy.map.state.server, ""
+        number = min(copy.since, self._applied - len(self._recent))
+        while not problem and number < self._applied:
+            place = number - (self._applied - len(self._recent))
+            if place < 0:
+                problem = "LMCache reports too much at once"
+            elif number >= copy.since or self._recent[place].instance_id == server:
+                problem = copy.map.apply(self._recent[place])
+                yield
+            number += 1
+        copy.is_open = True
+        if problem and self._copies.get(server) is copy:
+            self._refuse(server, problem)
+
+    def _finish(self, copy: _Copy, end: CacheServerStateEnd) -> None:
+        coordinator, server = self._coordinator, copy.map.state.server
+        assert coordinator is not None
+        instance = self._instance(server)
+        is_older = instance is not None and _position(instance) > copy.map.position
+        if is_older or not copy.is_open or not end.is_valid or end.stores != copy.stores:
+            self._refuse(server, "it is older than the map here" if is_older else "it is incomplete")
             return
-        later = self._later(copy)
-        if not message.is_valid or message.stores != copy.stores or later is None:
-            self._refuse(message.server)
-            return
-        del self._copies[message.server]
-        for held in {id(each): each for each in (copy.memory, *copy.pools)}.values():
-            held.recount()
-        via = copy.state.via or str(peer)
-        coordinator.adopt(copy.state, copy.memory, later, "" if via == self._member else via)
+        del self._copies[server]
+        self._settled.set()
+        via = copy.map.state.via or str(copy.peer)
+        coordinator.adopt(copy.map, "" if via == self._member else via)
         self.counts.copied += 1
-        instance, open_batch = self._instance(message.server), self._pieces.get(message.server)
+        instance, open_batch = self._instance(server), self._pieces.get(server)
         if open_batch is not None and instance is not None and open_batch[:2] != _position(instance):
-            del self._pieces[message.server]
+            del self._pieces[server]
 
-    def _later(self, copy: _Copy) -> list[CacheEvents] | None:
-        """The batches since a state, which are applied again; None if not all of them are kept here."""
-        state, instance = copy.state, self._instance(copy.state.server)
-        oldest = self._applied - len(self._recent)
-        if oldest > copy.since:
-            return None
-        later = []
-        for number, batch in enumerate(self._recent, start=oldest):
-            if batch.instance_id == state.server:
-                is_later = batch.incarnation == state.incarnation and batch.seq > state.seq
-            else:
-                is_later = batch.tier == "l2" and number >= copy.since  # of a pool that both may use
-            if is_later:
-                later.append(batch)
-        if instance is not None and _position(instance) > (state.incarnation, state.seq):
-            kept = {batch.seq for batch in later if batch.instance_id == state.server}
-            if instance.incarnation != state.incarnation or len(kept) < instance.last_seq - state.seq:
-                return None
-        return later
-
-    def _refuse(self, server: str) -> None:
-        """Drop a copy. Its pools, too: deletions since may be missing."""
-        copy = self._copies.pop(server)
-        for held in (copy.memory, *copy.pools):
-            held.clear()
+    def _refuse(self, server: str, why: str) -> None:
+        """Drop a copy that is arriving, if there is one. What it has added to L2 pools stays; it is right."""
+        copy = self._copies.pop(server, None)
+        if copy is None:
+            return
+        copy.map.memory.clear()
+        self._settled.set()
         self.counts.refused += 1
-        log.info("a copy of the map of LMCache server %s was not complete", server)
+        log.info("a copy of the map of LMCache server %s was refused: %s", server, why)
 
     def _chunk_tokens(self, server: str) -> int:
         instance = self._instance(server)
@@ -480,9 +526,8 @@ class CacheReports:
 
 def _position(of: LMCacheServer | CacheServerWanted) -> tuple[int, int]:
     """Incarnation and number of the last batch of a server."""
-    if isinstance(of, CacheServerWanted):
-        return (-1 if of.incarnation is None else of.incarnation), of.seq
-    return (-1 if of.incarnation is None else of.incarnation), of.last_seq
+    seq = of.seq if isinstance(of, CacheServerWanted) else of.last_seq
+    return (-1 if of.incarnation is None else of.incarnation), seq
 
 
 def _stores_of(instance: LMCacheServer) -> Iterator[CacheServerStore | None]:
@@ -490,13 +535,15 @@ def _stores_of(instance: LMCacheServer) -> Iterator[CacheServerStore | None]:
     pools = [(pool.held, backend, not pool.owner) for backend, pool in instance.pools.items()]
     for held, backend, shared in [(instance.memory, "", False), *pools]:
         yield CacheServerStore(instance.id, backend, shared, held.layouts(), b"", [])
-        packed = bytearray()
-        for entries, runs in held.contents():
+        packed, runs, size = bytearray(), list[ChunkRun](), 0
+        for entries, some in held.contents():
             packed += entries
-            if runs or len(packed) >= _STORE_BYTES:
+            runs += some
+            size += len(entries) + sum(len(run.keys) for run in some)
+            if size >= _STORE_BYTES:
                 yield CacheServerStore(instance.id, backend, shared, [], bytes(packed), runs)
-                packed.clear()
+                packed, runs, size = bytearray(), [], 0
             else:
                 yield None
-        if packed:
-            yield CacheServerStore(instance.id, backend, shared, [], bytes(packed), [])
+        if size:
+            yield CacheServerStore(instance.id, backend, shared, [], bytes(packed), runs)

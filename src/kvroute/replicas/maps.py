@@ -7,7 +7,7 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import count
 from typing import Final, Generic, TypeVar, cast
 
@@ -15,7 +15,7 @@ from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.index.chunk_index import ChunkDomain, ChunkHolder
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.index.snapshot import CopyableChunkIndex, pack_entries
+from kvroute.index.snapshot import CopyableChunkIndex, pack_entries, unpack_entries
 from kvroute.replicas.messages import (
     Attached,
     ChunksAttached,
@@ -169,10 +169,14 @@ class PublishingChunkIndex(CopyableChunkIndex):
             self._publish(ChunksRemoved(self._numbers.of(holder), space, chunks))
         return removed
 
-    def store_entries(self, holders: Sequence[ChunkHolder], entries: bytes) -> None:
-        super().store_entries(holders, entries)
+    def store_entries(
+        self, holders: Sequence[ChunkHolder], packed: bytes, skipped: Container[int] = frozenset()
+    ) -> None:
+        if skipped:  # the other processes do not know which
+            packed = pack_entries(entry for entry in unpack_entries(packed) if entry not in skipped)
+        super().store_entries(holders, packed)
         numbered = [(self._numbers.of(holder), int(holder.tier), holder.shared) for holder in holders]
-        self._publish(ChunksSnapshot(numbered, entries))
+        self._publish(ChunksSnapshot(numbered, packed))
 
     def clear(self, holder: ChunkHolder) -> None:
         super().clear(holder)
