@@ -54,9 +54,14 @@ class Gateway:
             self.router.worker_joined(worker)
         self.answers: list = []
         self.peers = PeerDecisions(
-            self.router, self.fleet, clock, self.groups, lambda _, message: self.answers.append(message)
+            self.router, self.fleet, clock, self.groups, lambda _, *messages: self.sent(messages)
         )
+        self.envelopes = 0
         self.clock = clock
+
+    def sent(self, messages) -> None:
+        self.answers += messages
+        self.envelopes += 1
 
     def query(self, text: str, **fields) -> RouteQuery:
         keys = block_keys(text.encode())
@@ -368,20 +373,77 @@ def test_figures_that_do_not_fit_are_no_message(change):
         Passed(**whole | keys | change)
 
 
-def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
+def test_unknown_groups_are_asked_for_once_for_all_prompts_that_begin_with_them(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
-    one.send(text)
+    one.send(text)[0].finish(clock.now())
     one.own.take(everything=True)  # lost
-    for number in range(300):
-        one.send(f"{text}{number}")[0].finish(clock.now())
+    for number in range(20):
+        one.send(f"{text}{number}" + "x" * 1000 * (number + 1))[0].finish(clock.now())
 
     other.receive(one)
+    (wanted,) = other.answers
+    one.peers.groups_wanted("other", wanted)
+    other.peers.groups(1, one.answers[0])
+
+    assert other.peers.incomplete == 20
+    for number in range(20):
+        follow_up = f"{text}{number}" + "x" * 1000 * (number + 1) + "y"
+        assert other.explained(follow_up) == one.explained(follow_up)
+
+
+def test_all_unknown_groups_of_a_message_are_asked_for_together(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    texts = [f"{random.Random(seed).getrandbits(40_000):x}" for seed in range(3)]
+    for text in texts:
+        one.send(text)[0].finish(clock.now())
+    one.own.take(everything=True)  # lost
+    prompts = tuple(one.query(text + "more").prompts[0] for text in texts)
+    query = RouteQuery(MODEL, clock.now(), prompts, 1000)
+    decision = one.router.decide(query, one.fleet.view(MODEL))
+    one.router.dispatch(query, decision, decision.ranking[0], clock.now())
+
+    other.receive(one)
+
+    assert len({wanted.known for wanted in other.answers}) == 3
+    assert other.envelopes == 1
+
+
+def test_a_question_without_an_answer_is_repeated(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    text = f"{random.Random(3).getrandbits(40_000):x}"
+    one.send(text)[0].finish(clock.now())
+    one.own.take(everything=True)  # lost
+
+    for number in range(3):
+        one.send(f"{text}{number}")[0].finish(clock.now())
+        other.receive(one)
+        clock.time += 1.5
+    assert len(other.answers) == 2, "the first one, and the third one after 3 s"
+
+    other.peers.lost(1)
+    one.send(f"{text}{4}")[0].finish(clock.now())
+    other.receive(one)
+    assert len(other.answers) == 3, "a process that returns is asked again"
+
+
+def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    texts = [f"{random.Random(seed).getrandbits(12_000):x}" for seed in range(300)]
+    for text in texts:
+        one.send(text)[0].finish(clock.now())
+    one.own.take(everything=True)  # lost
+    for text in [*texts, *(300 * [texts[-1]])]:
+        one.send(f"{text}more")[0].finish(clock.now())
+
+    other.receive(one)
+    assert len(other.peers._questions) == 256
+    assert max(len(each.prompts) for each in other.peers._questions.values()) == 256
     for wanted in other.answers:
         other.peers.groups(1, Groups(wanted.id, b""))
     other.peers.groups(1, Groups(12345, b""))
 
-    assert other.peers.incomplete == len(other.answers) == 300
+    assert (other.peers.incomplete, len(other.answers)) == (600, 300)
     assert other.peers.unfinished == 0
 
 

@@ -60,7 +60,9 @@ _RECENT_PROMPTS: Final = 256
 _LATEST: Final = 5
 """Calls of `OwnDecisions.take` until a request that ended soon is sent, with nothing else to send."""
 _MAX_INCOMPLETE: Final = 256
-"""Prompts that wait for groups of keys."""
+"""Questions for groups of keys, and prompts that wait for each of them."""
+_ASK_AGAIN_S: Final = 2.0
+"""A question that was not answered for this long is repeated with the next prompt that needs it."""
 _NO_CHUNKS: Final = PromptChunks(())
 _NO_TERMS: Final = CostTerms()
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[int | None, Sequence[int]]]
@@ -248,6 +250,15 @@ def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> It
         yield Passed(model, worker, answered, prefill_s, stay_s, block_tokens, all_known, sizes, packed)
 
 
+class _Question(msgspec.Struct, eq=False):
+    """A question for the groups of keys up to one key. Mutable: `prompts`."""
+
+    id: int
+    asked_at: float
+    prompts: list[tuple[str, PromptSent]]
+    """Worker and prompt that wait for the answer."""
+
+
 class PeerDecisions:
     """Accounts for the other processes' dispatches in this process's router. Mutable: by its methods."""
 
@@ -257,9 +268,9 @@ class PeerDecisions:
         fleet: Fleet,
         clock: Clock,
         groups: KeyGroups,
-        send: Callable[[PeerId, SharedMessage], object],
+        send: Callable[..., object],
     ) -> None:
-        """`send` sends a message to one process."""
+        """`send(peer, *messages)` sends messages to one process together."""
         self._router = router
         self._fleet = fleet
         self._clock = clock
@@ -268,8 +279,10 @@ class PeerDecisions:
         self._dispatches: dict[PeerId, dict[int, Dispatch]] = {}
         """Unfinished requests, by process and by that process's number for the request."""
         self._ids = count(1)
-        self._incomplete: OrderedDict[int, tuple[str, PromptSent]] = OrderedDict()
-        """Worker and prompt whose keys were asked for, by `GroupsWanted.id`."""
+        self._questions: OrderedDict[tuple[PeerId, int], _Question] = OrderedDict()
+        """By the process that was asked, and the last key. Several prompts may begin with the same groups."""
+        self._wanted: list[GroupsWanted] = []
+        """Questions of the message that is being applied; they are sent together."""
         self.incomplete = 0
         """Prompts with keys that were not known here, since the start."""
         self._ranked: dict[str, tuple[int, tuple[Candidate, ...]]] = {}
@@ -288,6 +301,7 @@ class PeerDecisions:
         `Router.dispatch` and `KeyGroups.decode`.
         """
         dispatch = self._dispatch(peer, sent)
+        self._send_questions(peer)
         if dispatch is not None:
             known = self._dispatches.setdefault(peer, {})
             before = known.pop(sent.id, None)
@@ -300,6 +314,7 @@ class PeerDecisions:
         alone."""
         # As a stream without a first token: its end says nothing about the worker's speed.
         dispatch = self._dispatch(peer, msgspec.structs.replace(sent, streamed=True))
+        self._send_questions(peer)
         if dispatch is not None:
             dispatch.finish(self._clock.now())
 
@@ -326,6 +341,7 @@ class PeerDecisions:
                 self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, block_tokens))
             elif block_tokens > 0:
                 router.passed_at_peer(worker, sent.model, keys, block_tokens, now)
+        self._send_questions(peer)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)
@@ -343,6 +359,8 @@ class PeerDecisions:
         now = self._clock.now()
         for dispatch in self._dispatches.pop(peer, {}).values():
             dispatch.finish(now)
+        for asked in [each for each in self._questions if each[0] == peer]:
+            del self._questions[asked]
 
     def groups_wanted(self, peer: PeerId, wanted: GroupsWanted) -> None:
         """Another process does not know keys that this process has sent."""
@@ -351,13 +369,15 @@ class PeerDecisions:
     def groups(self, _: PeerId, answer: Groups) -> None:
         """Complete the history. Keys that the other process has forgotten stay unknown."""
         self._groups.learn(unpack_keys(answer.keys))
-        waiting = self._incomplete.pop(answer.id, None)
-        if waiting is None:
+        asked = next((key for key, each in self._questions.items() if each.id == answer.id), None)
+        if asked is None:
             return
-        worker, prompt = self._worker(waiting[0]), waiting[1]
-        keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
-        if keys is not None and worker is not None:
-            self._router.replay_prompt(worker, keys)
+        question = self._questions.pop(asked)
+        for worker_id, prompt in question.prompts:
+            worker = self._worker(worker_id)
+            known = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
+            if known is not None and worker is not None:
+                self._router.replay_prompt(worker, known)
 
     def _dispatch(self, peer: PeerId, sent: Dispatched) -> Dispatch | None:
         prompts, exact = self._prompts(peer, sent.worker, sent.prompts), list[ExactPrompt]()
@@ -401,16 +421,26 @@ class PeerDecisions:
         return prompts
 
     def _ask(self, peer: PeerId, worker_id: str, prompt: PromptSent | ExactSent) -> None:
-        """Ask for the keys of a prompt that are not known here."""
+        """Ask for keys of a prompt that are not known here, unless that was done. See `_send_questions`."""
         if prompt.known is None:
             return
         self.incomplete += 1
-        number = next(self._ids)
-        if isinstance(prompt, PromptSent):  # the history has no exact keys
-            self._incomplete[number] = worker_id, prompt
-            if len(self._incomplete) > _MAX_INCOMPLETE:
-                self._incomplete.popitem(last=False)
-        self._send(peer, GroupsWanted(number, prompt.known))
+        now, asked = self._clock.now(), (peer, prompt.known)
+        question = self._questions.get(asked)
+        if question is None or now - question.asked_at > _ASK_AGAIN_S:
+            waiting = [] if question is None else question.prompts
+            question = self._questions[asked] = _Question(next(self._ids), now, waiting)
+            self._wanted.append(GroupsWanted(question.id, prompt.known))
+            if len(self._questions) > _MAX_INCOMPLETE:
+                self._questions.popitem(last=False)
+        if isinstance(prompt, PromptSent) and len(question.prompts) < _MAX_INCOMPLETE:
+            question.prompts.append((worker_id, prompt))  # the history has no exact keys
+
+    def _send_questions(self, peer: PeerId) -> None:
+        """Send the questions of the message that was applied."""
+        if self._wanted:
+            wanted, self._wanted = self._wanted, []
+            self._send(peer, *wanted)
 
     def _worker(self, worker_id: str) -> Worker | None:
         try:
