@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 
+import redis
 from pydantic import SecretStr
+from redis.asyncio.connection import Connection
 from tests.support.waiting import until
 
 from kvroute.replicas.options import SharingOptions
@@ -158,3 +160,33 @@ async def test_bytes_that_are_no_answer_end_the_link_and_it_is_made_again():
         await until(lambda: owner.received)
 
     assert owner.received == [b"again"]
+
+
+async def test_redis_py_has_the_private_name_that_the_link_uses():
+    connection = Connection()
+    assert hasattr(connection, "_writer"), (
+        f"redis-py {redis.__version__} has no Connection._writer any more: find the transport of an open "
+        "connection elsewhere (kvroute.replicas.redis_link._transport_of), or limit redis in pyproject.toml"
+    )
+
+
+async def test_a_client_without_that_name_is_the_reason_why_the_link_is_down(monkeypatch):
+    class Renamed(Connection):
+        @property
+        def _writer(self):
+            raise AttributeError("_writer")
+
+        @_writer.setter
+        def _writer(self, value): ...
+
+        async def connect(self): ...
+        async def disconnect(self, nowait=False): ...
+
+    owner = Owner()
+    link = RedisLink(SharingOptions(url=SecretStr("redis://127.0.0.1:1")), (b"all",), owner)
+    monkeypatch.setattr(link._factory, "connection_class", Renamed)
+    running = asyncio.create_task(link.run())
+    await until(lambda: owner.states)
+    running.cancel()
+
+    assert "is not supported: redis.asyncio.Connection has no _writer" in owner.states[0]

@@ -23,6 +23,7 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvroute.replicas.options import SharingOptions
 
@@ -157,6 +158,25 @@ class RedisLink:
                     self._subscribed.set()
 
 
+class UnsupportedClient(RedisError):
+    """The installed release of redis-py does not have what kvroute needs of it."""
+
+
+def _transport_of(connection: Connection) -> asyncio.Transport:
+    """The transport of an open connection. Raises UnsupportedClient.
+
+    redis-py (8.1) has no public name for it. To connect without redis-py would mean to write TLS, AUTH and
+    the rest of its handshake here.
+    """
+    try:
+        writer = connection._writer
+    except AttributeError as error:
+        raise UnsupportedClient("redis.asyncio.Connection has no _writer") from error
+    if writer is None:
+        raise RedisConnectionError("it was closed")
+    return cast("asyncio.Transport", writer.transport)
+
+
 class _Stream(asyncio.Protocol):
     """The bytes of a connection that redis-py has opened. Mutable; `failed` gets its end.
 
@@ -168,9 +188,7 @@ class _Stream(asyncio.Protocol):
         self, connection: Connection, on_answer: Callable[[object], None], on_room: Callable[[], None]
     ) -> None:
         """`on_answer` gets each answer; what it raises ends the stream. `on_room`: may be written again."""
-        assert connection._writer is not None
-        # redis-py has no public name for it. All answers until now were read, so none is lost.
-        self._transport = cast("asyncio.Transport", connection._writer.transport)
+        self._transport = _transport_of(connection)  # all answers until now were read, so none is lost
         self._on_answer = on_answer
         self._on_room = on_room
         self._data = bytearray()
@@ -271,6 +289,8 @@ def _reason(error: BaseException) -> str:
         return "it refuses the user or password"
     if isinstance(error, NoPermissionError):
         return "it does not permit its user the commands SUBSCRIBE and PUBLISH for the fleet's channels"
+    if isinstance(error, UnsupportedClient):
+        return f"the installed redis-py {redis.__version__} is not supported: {error}"
     if isinstance(error, ResponseError):
         # Its text may have names of users and channels.
         return f"it answers with an error ({type(error).__name__})"
