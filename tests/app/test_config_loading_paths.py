@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, SecretStr
 
-from kvroute.app import config_loading as paths
+from kvroute.app import config_loading
 from kvroute.options import Options, Switch, option
 
 
@@ -55,24 +55,24 @@ class Root(Options):
     ],
 )
 def test_the_shape_at_a_path_is_the_declared_one(path, shape):
-    assert paths.shape_at(Root, path) == shape
+    assert config_loading.shape_at(Root, path) == shape
 
 
 def test_a_shape_is_text_if_it_needs_no_parsing():
     def is_text(name: str) -> bool:
-        return all(map(paths.is_text, paths.shape_at(Root, ("section", name))))
+        return all(map(config_loading.is_text, config_loading.shape_at(Root, ("section", name))))
 
     assert [name for name in Section.model_fields if is_text(name)] == ["text", "word", "color", "file"]
 
 
 def test_secrets_are_found_inside_lists_but_not_across_sections():
-    assert paths.is_secret(paths.shape_at(Root, ("section", "by_name", "x", "keys")))
-    assert not paths.is_secret(paths.shape_at(Root, ("section",)))
-    assert not paths.is_secret(paths.shape_at(Root, ("section", "text")))
+    assert config_loading.is_secret(config_loading.shape_at(Root, ("section", "by_name", "x", "keys")))
+    assert not config_loading.is_secret(config_loading.shape_at(Root, ("section",)))
+    assert not config_loading.is_secret(config_loading.shape_at(Root, ("section", "text")))
 
 
 def test_walking_visits_sections_but_no_list_items():
-    visited = [paths.dotted(path) for path, _ in paths.walk(Root)]
+    visited = [config_loading.dotted(path) for path, _ in config_loading.walk(Root)]
 
     assert visited[:2] == ["section", "section.text"]
     assert "maybe.number" in visited
@@ -80,9 +80,9 @@ def test_walking_visits_sections_but_no_list_items():
 
 
 def test_item_options_are_the_classes_inside_lists_and_mappings():
-    assert paths.item_options(paths.shape_at(Root, ("section", "items"))) == (Item,)
-    assert paths.item_options(paths.shape_at(Root, ("section", "by_name"))) == (Item,)
-    assert paths.item_options(paths.shape_at(Root, ("section",))) == ()
+    assert config_loading.item_options(config_loading.shape_at(Root, ("section", "items"))) == (Item,)
+    assert config_loading.item_options(config_loading.shape_at(Root, ("section", "by_name"))) == (Item,)
+    assert config_loading.item_options(config_loading.shape_at(Root, ("section",))) == ()
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_item_options_are_the_classes_inside_lists_and_mappings():
     ],
 )
 def test_a_suggestion_is_a_close_sibling_or_the_same_name_elsewhere(path, meant):
-    assert paths.suggestion(Root, path) == meant
+    assert config_loading.suggestion(Root, path) == meant
 
 
 def test_users_and_passwords_in_urls_are_hidden():
     text = "see redis://u:p@host:1/0 and http://host/a@b"
 
-    assert paths.without_userinfo(text) == "see redis://**********@host:1/0 and http://host/a@b"
+    assert config_loading.without_userinfo(text) == "see redis://**********@host:1/0 and http://host/a@b"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.support.clocks import AdvancingClock, ManualClock
 
-from kvroute.app import config_loading as paths
+from kvroute.app import config_loading
 from kvroute.app.config import Config, ConfigSource, FlagFile, load
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.reloading import (
@@ -40,7 +40,7 @@ def in_force_of(file) -> InForce:
 
 @pytest.mark.parametrize("path", RELOADABLE)
 def test_each_entry_of_the_table_is_an_option(path):
-    assert paths.shape_at(Config, paths.split(path))
+    assert config_loading.shape_at(Config, config_loading.split(path))
 
 
 def test_options_that_start_like_a_reloadable_one_are_not_reloadable():

@@ -15,7 +15,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvroute.app import config_loading as paths
+from kvroute.app import config_loading
 from kvroute.app.config_loading import (
     ConfigSetting,
     Path,
@@ -251,7 +251,7 @@ def _mask(value: Any) -> Any:
         return {key: _mask(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_mask(inner) for inner in value]
-    return paths.without_userinfo(value) if isinstance(value, str) else value
+    return config_loading.without_userinfo(value) if isinstance(value, str) else value
 
 
 def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting) -> None:
@@ -275,12 +275,17 @@ def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting)
 def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[ConfigError]:
     """Read each secret `NAME` from the file in `NAME_file`; for a list, one item per line."""
     problems = []
-    for path, _ in paths.walk(Config):
+    for path, _ in config_loading.walk(Config):
         name = str(path[-1])
         target = (*path[:-1], name.removesuffix("_file"))
-        shape = paths.shape_at(Config, target)
+        shape = config_loading.shape_at(Config, target)
         file = _get(data, path)
-        if not name.endswith("_file") or not paths.is_secret(shape) or not isinstance(file, str) or not file:
+        if (
+            not name.endswith("_file")
+            or not config_loading.is_secret(shape)
+            or not isinstance(file, str)
+            or not file
+        ):
             continue
         if _get(data, target):
             problems.append(ConfigError(dotted(path), f"set either this or {dotted(target)}, not both"))
@@ -291,7 +296,7 @@ def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[Config
             problems.append(ConfigError(dotted(path), f"{exc} ({origins[path]})"))
             continue
         secret: object = text
-        if any(paths.is_list(plain) for plain in shape):
+        if any(config_loading.is_list(plain) for plain in shape):
             lines = [line.strip() for line in text.splitlines()]
             secret = [line for line in lines if line and not line.startswith("#")]
             if not secret:
@@ -362,9 +367,13 @@ def _message(error: ErrorDetails, path: Path) -> str:
     message = message[:1].lower() + message[1:]
     value = error["input"]
     is_plain = isinstance(value, (str, int, float, bool)) and len(str(value)) <= 60
-    if error["type"] == "value_error" or not is_plain or paths.is_secret(paths.shape_at(Config, path)):
+    if (
+        error["type"] == "value_error"
+        or not is_plain
+        or config_loading.is_secret(config_loading.shape_at(Config, path))
+    ):
         return message
-    return f"{message}, got {paths.without_userinfo(repr(value))}"
+    return f"{message}, got {config_loading.without_userinfo(repr(value))}"
 
 
 def origin_note(path: Path, origins: Mapping[Path, str]) -> str:
@@ -427,7 +436,7 @@ def section_of(field: FieldInfo, value: object) -> type[Options] | None:
     """The option class whose fields `value` has; None if the value is not a section."""
     if not isinstance(value, Mapping):
         return None
-    classes = paths.options_of(paths.shape_of(field.annotation))
+    classes = config_loading.options_of(config_loading.shape_of(field.annotation))
     return next((cls for cls in classes if value and value.keys() == cls.model_fields.keys()), None)
 
 

@@ -21,7 +21,7 @@ import annotated_types
 from prometheus_client.core import Metric
 from pydantic.fields import FieldInfo
 
-from kvroute.app import config_loading as paths
+from kvroute.app import config_loading
 from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
 from kvroute.app.config_loading import Path, dotted
 from kvroute.app.reloading import is_reloadable
@@ -331,7 +331,7 @@ def _entry_lines(entry: type[Options], width: int, depth: int = 1) -> Iterator[s
             initial_indent=INDENT * depth,
             subsequent_indent=INDENT * (depth + 1),
         )
-        for inner in paths.options_of(paths.shape_of(field.annotation)):
+        for inner in config_loading.options_of(config_loading.shape_of(field.annotation)):
             if _section_of(inner) is None:
                 yield from _entry_lines(inner, width, depth + 1)
 
@@ -351,7 +351,7 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
         if section is not None:
             below.append((here, section, values[name]))
             continue
-        if paths.options_of(paths.shape_of(field.annotation)):
+        if config_loading.options_of(config_loading.shape_of(field.annotation)):
             continue  # a section without options
         note = " Applies at a reload." if is_reloadable(dotted(here)) else ""
         rows.append(_row(name, field, flow(values[name]), note))
@@ -370,7 +370,9 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
 def _fields_below(entry: type[Options], prefix: Path = ()) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in entry.model_fields.items():
         inner = [
-            cls for cls in paths.options_of(paths.shape_of(field.annotation)) if _section_of(cls) is None
+            cls
+            for cls in config_loading.options_of(config_loading.shape_of(field.annotation))
+            if _section_of(cls) is None
         ]
         if not inner:
             yield dotted((*prefix, name)), field
@@ -380,8 +382,8 @@ def _fields_below(entry: type[Options], prefix: Path = ()) -> Iterator[tuple[str
 
 def _section_of(cls: type[Options]) -> str | None:
     """The section whose keys this class has, so that they are not listed twice; None if there is none."""
-    for path, field in paths.walk(Config):
-        if cls in paths.options_of(paths.shape_of(field.annotation)):
+    for path, field in config_loading.walk(Config):
+        if cls in config_loading.options_of(config_loading.shape_of(field.annotation)):
             return dotted(path)
     return None
 
@@ -399,7 +401,7 @@ def _row(name: str, field: FieldInfo, default: str, note: str = "") -> str:
 
 def _facts(field: FieldInfo) -> Iterator[tuple[str, str]]:
     """Unit, allowed values, and the effects of a higher and a lower value."""
-    shape = paths.shape_of(field.annotation)
+    shape = config_loading.shape_of(field.annotation)
     if unit := _extra(field, "unit"):
         yield "Unit", unit
     if allowed := _allowed(field, shape):
@@ -409,12 +411,12 @@ def _facts(field: FieldInfo) -> Iterator[tuple[str, str]]:
         yield "On" if is_switch else "Higher", higher.removeprefix("on: ")
     if lower := _extra(field, "lower"):
         yield "Off" if is_switch else "Lower", lower.removeprefix("off: ")
-    for cls in paths.options_of(shape):
+    for cls in config_loading.options_of(shape):
         if cls.model_fields and (section := _section_of(cls)):
             yield "Keys", f"as in `{section}`"
 
 
-def _allowed(field: FieldInfo, shape: paths.Shape) -> str:
+def _allowed(field: FieldInfo, shape: config_loading.Shape) -> str:
     words = [str(word) for plain in shape for word in _words(plain)]
     if words:
         return ", ".join(words)
@@ -440,7 +442,7 @@ def _words(plain: object) -> tuple[object, ...]:
 
 
 def _entries(field: FieldInfo) -> tuple[type[Options], ...]:
-    return paths.item_options(paths.shape_of(field.annotation))
+    return config_loading.item_options(config_loading.shape_of(field.annotation))
 
 
 def _default(field: FieldInfo) -> str:
@@ -461,7 +463,7 @@ def _extra(field: FieldInfo, key: str) -> str:
 
 def _summary(field: FieldInfo) -> str:
     """The description of a section or an option."""
-    classes = paths.options_of(paths.shape_of(field.annotation))
+    classes = config_loading.options_of(config_loading.shape_of(field.annotation))
     return field.description or (" ".join(_doc(classes[0]).split()) if classes else "")
 
 
