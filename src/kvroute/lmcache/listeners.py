@@ -47,7 +47,9 @@ class ReportObserver(Protocol):
         """The server has registered, or sent a heartbeat."""
         ...
 
-    def left(self, server: str) -> None: ...
+    def left(self, server: str) -> None:
+        """A server has said goodbye."""
+        ...
 
     def applied(self, batch: CacheEvents, *, is_last: bool) -> None:
         """A piece of a batch of a server; `is_last`: of its last piece."""

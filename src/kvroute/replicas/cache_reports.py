@@ -67,7 +67,9 @@ class ReportChannel(Protocol):
     """The messages to the other members: `replicas.channel.Channel`, or a simulated one."""
 
     @property
-    def reporting_peers(self) -> Sequence[PeerId]: ...
+    def reporting_peers(self) -> Sequence[PeerId]:
+        """The members that can send the state of LMCache's servers."""
+        ...
 
     def publish(self, message: SharedMessage) -> None: ...
 
@@ -423,13 +425,12 @@ class CacheReports:
 
     def _on_state(self, peer: PeerId, state: CacheServerState) -> None:
         instance, known = self._instance(state.server), self._copies.get(state.server)
-        is_whole = instance is not None and instance.doubt is None
-        if is_whole and instance is not None and _position(instance) >= (state.incarnation, state.seq):
+        sent = state.incarnation, state.seq
+        if instance is not None and instance.doubt is None and _position(instance) >= sent:
             return  # the answer to a question that another member has answered
         if known is not None and known.peer != peer:
             return
-        if known is not None:
-            self._refuse(state.server, "its sender has begun again")
+        self._refuse(state.server, "its sender has begun again")
         assert self._coordinator is not None
         copied = self._coordinator.begin_copy(state)
         self._copies[state.server] = _Copy(peer, copied, self._clock.now(), self._applied)

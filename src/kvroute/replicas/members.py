@@ -16,9 +16,17 @@ JOINS: Final = -1
 class MessageLink(Protocol):
     """The transport of a channel: `RedisLink`, or a simulated one."""
 
-    def wake(self) -> None: ...
-    def reconnect(self) -> None: ...
-    async def run(self) -> None: ...
+    def wake(self) -> None:
+        """Something waits to be written."""
+        ...
+
+    def reconnect(self) -> None:
+        """Close the connections and open others."""
+        ...
+
+    async def run(self) -> None:
+        """Keep the connections open until cancelled."""
+        ...
 
 
 @dataclass(slots=True)

@@ -60,7 +60,9 @@ class PeerListener(Protocol):
         """The first messages for a process whose link has just been opened."""
         ...
 
-    def on_linked(self, peer: PeerId, *, is_synced: bool) -> None: ...
+    def on_linked(self, peer: PeerId, *, is_synced: bool) -> None:
+        """A process is linked. `is_synced`: it can answer `SnapshotRequest`."""
+        ...
 
     def on_message(self, peer: PeerId, message: Message) -> None:
         """A process sent a message."""

@@ -72,6 +72,8 @@ class RunSnapshot(PeerMessage, frozen=True):
 
 
 class Removed(PeerMessage, frozen=True):
+    """A holder no longer has these blocks. `keys` are packed block keys."""
+
     holder: int
     keys: bytes
 
@@ -81,6 +83,8 @@ class Cleared(PeerMessage, frozen=True):
 
 
 class SlotForgotten(PeerMessage, frozen=True):
+    """A slot no longer exists: it reads from no holder of blocks."""
+
     slot: int
 
 

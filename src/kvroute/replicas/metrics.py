@@ -47,6 +47,8 @@ _MINIMUM_GAUGES: Final = frozenset(
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One line of a page: the full name of a series, its labels and its value."""
+
     name: str
     labels: Labels
     value: float
@@ -84,6 +86,7 @@ def read(source: Collector) -> Page:
 
 
 def encode(page: Page) -> bytes:
+    """The figures of one process for another one; see `decode`."""
     return _encode(page)
 
 

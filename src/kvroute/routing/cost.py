@@ -269,6 +269,7 @@ class CostModel:
         self._current.clear()
 
     def configured(self, model: str) -> Costs:
+        """The costs of the configuration, without what was learned."""
         return self._models.get(model, self._default)
 
     def costs(self, model: str) -> Costs:
@@ -308,6 +309,7 @@ class CostModel:
         return fixed
 
     def pressure(self, queues: Sequence[WorkerLoad], now: float) -> Pressure:
+        """How busy the workers with these loads are. O(workers)."""
         seconds, requests = measure_loads(queues, now)
         return Pressure(seconds / len(queues), seconds / requests if requests else 0.0)
 

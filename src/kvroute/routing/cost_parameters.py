@@ -150,6 +150,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, options: CostOptions) -> Costs:
+        """The costs of these options, in seconds."""
         return cls(
             options.token_us * 1e-6,
             options.context_token_ns * 1e-9,
@@ -179,6 +180,7 @@ class Fit(NamedTuple):
     iteration_s: float
 
     def prefill_s(self, miss: int, context: float, chunks: int) -> float:
+        """Seconds to compute `miss` tokens in `chunks` iterations, each after `context` tokens on average."""
         return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
 
 
@@ -369,10 +371,12 @@ class Learned:
         self.models: dict[str, LearnedModel] = {}
 
     def fit(self, model: str) -> Fit | None:
+        """The learned prefill times of a model; None until there are enough."""
         known = self.models.get(model)
         return known.prefills.fit if known else None
 
     def speeds(self, model: str) -> Speeds | None:
+        """How fast each worker is with a model, relative to its mean; None if the model is not known."""
         known = self.models.get(model)
         return known.speeds if known else None
 

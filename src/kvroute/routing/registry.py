@@ -31,19 +31,29 @@ class StrategyType(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name in the configuration and in metrics."""
+        ...
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """What must be known of a prompt."""
+        ...
 
     @property
-    def options(self) -> type[Options]: ...
+    def options(self) -> type[Options]:
+        """The class of its section of the configuration."""
+        ...
 
     @property
-    def has_affinity(self) -> bool: ...
+    def has_affinity(self) -> bool:
+        """Whether follow-ups of a request go to its worker."""
+        ...
 
     @property
-    def observes_dispatch(self) -> bool: ...
+    def observes_dispatch(self) -> bool:
+        """Whether it must learn of every dispatch, also of other processes."""
+        ...
 
     def __call__(
         self, options: Any, costs: CostModel, history: RouteHistory, views: CacheViews

@@ -98,8 +98,7 @@ class Observer(Protocol):
 class Dispatch(Reservation, eq=False, kw_only=True):
     """One attempt of one request on one worker, with everything that is reserved for it.
 
-    The caller of `Router.dispatch` must call `finish`, in a `finally`. Mutable: the router and its own
-    methods change it.
+    The caller of `Router.dispatch` must call `finish`, in a `finally`. Mutable: by the router and its methods.
     """
 
     worker: Worker
@@ -192,6 +191,7 @@ class Router:
         self._history = history
         self._sizes = HistoryCapacity(history)
         self.learned = Learned() if options.learning else None
+        """What answers have taught about each model and worker; None without `routing.learning`."""
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self.learned)
         self._in_flight = InFlight()
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
@@ -201,6 +201,7 @@ class Router:
             for name, make in STRATEGIES.items()
         }
         self._views, self.caches = views, views.caches
+        """`caches`: the map of the workers' caches."""
         token_bytes = options.options_of(KvAwareOptions).tiers.token_bytes
         self.pairs = Pairs(options.prefill_decode, token_bytes, self._costs, history)
         """Decides for fleets in which workers have roles."""

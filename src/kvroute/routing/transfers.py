@@ -95,10 +95,12 @@ class Links:
         self._by_slot: dict[int, _Link] = {}
 
     def token_s(self, slot: int) -> float:
+        """Seconds to transfer one token to a slot; the mean of all slots if none was measured there."""
         link = self._by_slot.get(slot)
         return self._mean_s if link is None else link.token_s
 
     def learn(self, slot: int, token_s: float, loads: int) -> None:
+        """Add a measured mean of `loads` transfers."""
         link = self._by_slot.get(slot)
         if link is None:
             link = self._by_slot[slot] = _Link(self._mean_s)
@@ -106,6 +108,7 @@ class Links:
         self._update_mean()
 
     def set(self, slot: int, token_s: float) -> None:
+        """Replace the time of a slot."""
         self._by_slot[slot] = _Link(token_s)
         self._update_mean()
 

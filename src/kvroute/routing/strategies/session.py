@@ -81,6 +81,7 @@ class Ring:
         self._owners = [worker for _, worker in circle]
 
     def home(self, place: int) -> WorkerId:
+        """The worker at a place of the ring, or the next one after it."""
         return self._owners[bisect_right(self._hashes, place) % len(self._owners)]
 
     def walk(self, place: int) -> Iterator[WorkerId]:
