@@ -83,14 +83,14 @@ def test_blocks_whose_hashes_cover_later_tokens_are_found_by_keys_of_their_own(c
 
 
 def test_without_a_link_no_place_is_trusted(caches, left):
-    caches.on_link_lost()
+    caches.on_tracker_gone()
 
     (place,) = caches.places(WORKER)
     assert (place.trust, place.why, left) == (MapTrust.NONE, NOT_LINKED, [])
 
 
 def test_a_map_reset_removes_the_old_map(caches, messages, left):
-    caches.on_link_lost()
+    caches.on_tracker_gone()
 
     caches.on_message(MapReset())
     assert (caches.places(WORKER), caches.match(PROMPT), left) == ((), {}, [3])

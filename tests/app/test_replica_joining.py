@@ -77,7 +77,7 @@ async def test_reports_are_asked_of_another_process_when_the_first_one_is_lost()
     replica = joining(channel)
     replica.on_linked("mirror", is_synced=True)
     replica.on_linked("tracker", is_synced=True)
-    replica.on_link_lost("tracker")
+    replica.on_peer_gone("tracker")
     channel.reporting_peers = ("other",)
 
     replica.on_linked("other", is_synced=True)

@@ -233,7 +233,7 @@ async def test_another_gateway_takes_over_with_all_chunks(start_worker: StartWor
         await until(lambda: one.believed("w0") == worker.held, within_s=DEADLINE_S)
         assert two.believed("w0") == worker.held
         assert two.matched(prompt, 0) == 9 * CHUNK
-    two.reports.on_link_lost("one")
+    two.reports.on_peer_gone("one")
     assert two.matched(prompt, 0) == 0
     await worker.do("evict", keys=list(chunk_keys(prompt, one.controller.scheme))[8:])
 

@@ -283,7 +283,7 @@ def test_requests_of_a_lost_process_are_no_longer_in_flight():
     with pytest.raises(KeyLimitReached):
         admit(keys)
 
-    keys.lost("other")
+    keys.peer_gone("other")
 
     admit(keys)
 
@@ -292,7 +292,7 @@ def test_what_a_process_uses_while_it_is_lost_is_charged_when_it_is_heard_again(
     clock = ManualClock(0.0)
     keys = ring(clock, limits={"requests_per_minute": 6, "tokens_per_minute": 600})
     keys.used_elsewhere("other", SharedUse("a", 1, 10, 1, 10, in_flight=1))
-    keys.lost("other")
+    keys.peer_gone("other")
     clock.time = 5.0
 
     keys.used_elsewhere("other", SharedUse("a", 0, 0, 5, 10, in_flight=0))  # its state: the totals alone
@@ -305,7 +305,7 @@ def test_what_a_process_uses_while_it_is_lost_is_charged_when_it_is_heard_again(
 
 def test_a_key_that_is_first_used_in_a_silence_is_charged_after_it():
     keys = ring(limits={"requests_per_minute": 6})
-    keys.lost("other")
+    keys.peer_gone("other")
 
     keys.used_elsewhere("other", SharedUse("a", 0, 0, 5, 0, in_flight=0))
 
@@ -317,13 +317,13 @@ def test_of_a_long_silence_only_the_last_minute_is_charged():
     clock = ManualClock(0.0)
     keys = ring(clock, limits={"requests_per_minute": 6})
     keys.used_elsewhere("other", SharedUse("a", 1, 0, 1, 0, in_flight=0))
-    keys.lost("other")
+    keys.peer_gone("other")
     clock.time = 600.0
 
     keys.used_elsewhere("other", SharedUse("a", 0, 0, 31, 0, in_flight=0))
     assert keys.refilling() == [("a", 3, 0)]
 
-    keys.lost("other")
+    keys.peer_gone("other")
     clock.time = 700.0
     keys.used_elsewhere("other", SharedUse("a", 2, 0, 2, 0, in_flight=0))
     assert keys.refilling() == [("a", 2, 0)], "a new process of the same number"

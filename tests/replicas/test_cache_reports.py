@@ -227,7 +227,7 @@ async def test_chunks_of_a_lost_member_count_again_after_the_next_batch_elsewher
 
     del bus.members["a"]
     for member in (two, three):
-        member.reports.on_link_lost("a")
+        member.reports.on_peer_gone("a")
         assert (member.trust, member.seen()) == (MapTrust.NONE, (set(), set()))
     assert not two.coordinator.heartbeat("w"), "the server shall register, and report its capacity"
     two.beat()
@@ -251,7 +251,7 @@ async def test_batches_that_died_with_a_member_leave_nothing_false(trio, bus):
     bus.loses = lambda to: False
     del bus.members["a"]
     for member in (two, three):
-        member.reports.on_link_lost("a")
+        member.reports.on_peer_gone("a")
 
     two.beat()
     two.report(server.batch("store", "l1", [7]))
@@ -292,7 +292,7 @@ async def test_a_member_started_again_takes_over_with_the_map_of_the_others(trio
     await bus.pump()
     del bus.members["a"]
     for member in trio[1:]:
-        member.reports.on_link_lost("a")
+        member.reports.on_peer_gone("a")
     again = Member(bus, "A", clock)
     again.beat()
     again.report(server.batch("config"))
@@ -374,12 +374,12 @@ async def test_a_refused_copy_leaves_the_shared_pools_as_they_are(bus, clock, ca
     one.inbox.clear()  # the question of the other one
     await begin_of_copy(bus, one, late)
 
-    late.reports.on_link_lost("a")  # the copy is refused
+    late.reports.on_peer_gone("a")  # the copy is refused
     late.beat()
     late.report(server.batch("config"))
 
     assert late.reports.counts.refused == 1
-    assert "was refused: its sender is lost" in caplog.text
+    assert "was refused: its sender is gone" in caplog.text
     assert late.seen() == (set(), set(range(9)))
 
 
@@ -582,7 +582,7 @@ class Lossy(RuleBasedStateMachine):
         for member in self.bus.members.values():
             member.inbox = [each for each in member.inbox if each[0] != dead]
             if member is not joined:
-                member.reports.on_link_lost(dead)
+                member.reports.on_peer_gone(dead)
         self.at = sorted(self.bus.members)[0]
         self.member.beat()
 
@@ -709,7 +709,7 @@ async def test_another_controller_takes_over_with_a_full_synchronisation(trio, b
     engine.operations("evict", 1)  # lost with the member
     del bus.members["a"]
     for member in (two, three):
-        member.reports.on_link_lost("a")
+        member.reports.on_peer_gone("a")
         assert in_process(member) == set()
 
     assert engine.beat(two)

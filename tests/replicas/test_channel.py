@@ -99,7 +99,7 @@ class Recorder:
     def on_missed(self, peer, message):
         self.missed.append((peer, message))
 
-    def on_link_lost(self, peer):
+    def on_peer_gone(self, peer):
         self.links.append(("lost", peer))
 
     def on_state(self, peer):

@@ -267,7 +267,7 @@ def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock)
     other.receive(one)
     loads = other.loads()
 
-    other.peers.lost(1)
+    other.peers.peer_gone(1)
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
     other.receive(one, *one.own.unfinished())
@@ -292,7 +292,7 @@ def test_the_end_of_an_unknown_request_changes_nothing(clock):
 
     other.peers.first_token(1, 7)
     other.peers.finished(1, 7)
-    other.peers.lost(3)
+    other.peers.peer_gone(3)
 
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
@@ -421,7 +421,7 @@ def test_a_question_without_an_answer_is_repeated(clock):
         clock.time += 1.5
     assert len(other.answers) == 2, "the first one, and the third one after 3 s"
 
-    other.peers.lost(1)
+    other.peers.peer_gone(1)
     one.send(f"{text}{4}")[0].finish(clock.now())
     other.receive(one)
     assert len(other.answers) == 3, "a process that returns is asked again"

@@ -30,7 +30,7 @@ class RecordingMember:
     def on_message(self, number, message):
         self._note(self.received, (number, message))
 
-    def on_link_lost(self, number):
+    def on_peer_gone(self, number):
         self._note(self.links, ("lost", number))
 
     def _note(self, to, what):

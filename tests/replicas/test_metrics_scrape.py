@@ -23,7 +23,7 @@ class SilentMember:
     def on_message(self, number, message):
         raise AssertionError(message)
 
-    def on_link_lost(self, number):
+    def on_peer_gone(self, number):
         pass
 
 

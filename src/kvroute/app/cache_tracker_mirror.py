@@ -44,7 +44,7 @@ _SWEEP_S: Final = 0.05
 
 
 class MirroredCaches:
-    """A `CacheMap` filled from another process's messages. Mutable: by `on_message` and `on_link_lost`."""
+    """A `CacheMap` filled from another process's messages. Mutable: by `on_message` and `on_tracker_gone`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class MirroredCaches:
                 return self.mirror.apply(message)
         return True
 
-    def on_link_lost(self) -> None:
+    def on_tracker_gone(self) -> None:
         """Distrust the map: its changes no longer arrive, so routing uses the route history instead."""
         self._places = {
             worker: tuple(place._replace(trust=MapTrust.NONE, why=NOT_LINKED) for place in places)

@@ -265,7 +265,7 @@ class LMCache:
                         "id": each.id,
                         "url": f"{scheme}://{host}:{each.http_port}" if each.http_port else "",
                         "doubt": each.trouble or None,
-                        "via": each.via or None,
+                        "via": each.reports_to or None,
                         "workers": [name for name in workers if coordinator.instance_of(name) is each],
                     }
                 )

@@ -168,7 +168,7 @@ _DECISIONS: Final = "decisions"
 _PREDICTIONS: Final = "predictions"
 _OWNERS: Final = 10_000
 """Most owners of stored responses in a snapshot."""
-_IN_PART: Final = 1000
+_TOGETHER: Final = 1000
 
 
 class SharedOwners(ResponseOwners):
@@ -435,7 +435,7 @@ class Replica:
             self._mirror.caches.on_message(message)
 
     def on_state(self, peer: PeerId) -> None:
-        self._peer_decisions.lost(peer)
+        self._peer_decisions.peer_gone(peer)
 
     def on_missed(self, peer: PeerId, message: SharedMessage) -> None:
         """A message of a batch of another gateway that did not arrive in time."""
@@ -444,18 +444,18 @@ class Replica:
         elif isinstance(message, Passed | Owner | SessionForgotten):
             self.on_message(peer, message)
 
-    def on_link_lost(self, peer: PeerId) -> None:
-        self._peer_decisions.lost(peer)
+    def on_peer_gone(self, peer: PeerId) -> None:
+        self._peer_decisions.peer_gone(peer)
         if self._reports is not None:
-            self._reports.on_link_lost(peer)
+            self._reports.on_peer_gone(peer)
         if self._ring is not None:
-            self._ring.lost(peer)
+            self._ring.peer_gone(peer)
         if peer == self._snapshot_source and self._needs_snapshot:
             self._snapshot_source = None
         if peer == self._reports_source and self._needs_reports:
             self._reports_source = None
         if peer == TRACKING_PROCESS and self._mirror is not None:
-            self._mirror.caches.on_link_lost()
+            self._mirror.caches.on_tracker_gone()
 
     # Message handlers
 
@@ -479,12 +479,12 @@ class Replica:
     def _snapshot(self) -> Iterable[Sequence[SharedMessage]]:
         """What is sent together. New dispatches reach the process that joins anyway."""
         owners = [Owner(*owner) for owner in self.owners.latest(_OWNERS)]
-        for start in range(0, len(owners), _IN_PART):
-            yield owners[start : start + _IN_PART]
+        for start in range(0, len(owners), _TOGETHER):
+            yield owners[start : start + _TOGETHER]
         yield learned_costs(self._router, self._fleet.workers())
         placed = self._sessions().placements()
-        for start in range(0, len(placed), _IN_PART):
-            yield (PlacedSessions([*placed[start : start + _IN_PART]]),)
+        for start in range(0, len(placed), _TOGETHER):
+            yield (PlacedSessions([*placed[start : start + _TOGETHER]]),)
         if self._ring is not None:
             yield (KeysRefilling(self._ring.refilling()),)
         for recent in recent_prompts(self._router, self._fleet.workers()):

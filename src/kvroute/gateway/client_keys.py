@@ -39,7 +39,7 @@ _MINUTE_S = 60.0
 _SETTLE_S = 0.02
 """Pause between two messages to other processes about one key."""
 _MAX_SILENT = 1024
-"""Lost processes whose uses are remembered until they are heard again."""
+"""Processes that are gone whose uses are remembered until they are heard again."""
 _ROUNDING_S = 1e-6
 """Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499
@@ -103,7 +103,7 @@ class Account:
     """What the requests of one key have used, and its limits. Mutable: each request changes it.
 
     `in_flight`, `all_requests` and `all_tokens` are those of this process. The buckets and `elsewhere`,
-    requests in flight, also count other processes and gateways, a moment later (`KeyRing.share`).
+    requests in flight, also count other processes, a moment later (`KeyRing.share`).
     """
 
     __slots__ = (
@@ -190,7 +190,7 @@ class KeyRing:
         self._elsewhere: dict[int | str, dict[str, SharedUse]] = {}
         """The last use of each key by each other process."""
         self._silent: dict[int | str, tuple[float, dict[str, SharedUse]]] = {}
-        """For each process that was lost: when, and its last uses before."""
+        """For each process that is gone: since when, and its last uses before."""
         self._by_digest: dict[bytes, KnownClient] = {}
         self._seen: dict[bytes, KnownClient] = {}
         """By values of Authorization that named a key since the last `install`. Without it a key is hashed
@@ -336,7 +336,7 @@ class KeyRing:
             self._count(key, "prompt_tokens")
             raise PromptTooLong(tokens, most, key.name)
 
-    # Other processes and gateways
+    # Other processes
 
     def share(self, publish: Callable[[SharedUse], None]) -> None:
         """Publish the use of each key, at most every `_SETTLE_S`."""
@@ -394,21 +394,21 @@ class KeyRing:
             self.charge(use.key, part * requests, part * tokens)
 
     def _use_before_silence(self, peer: int | str, key: str) -> tuple[SharedUse, float]:
-        """What a lost process had used before it was lost, and the part of its use since that is charged."""
-        lost_at, uses = self._silent[peer]
+        """What a process had used before it was gone, and the part of its use since that is charged."""
+        gone_at, uses = self._silent[peer]
         # Limits refill within a minute, so of a longer silence only the last minute's part counts: a client
         # that stayed within its limits is not refused after it.
-        part = _MINUTE_S / max(_MINUTE_S, self._clock.now() - lost_at)
+        part = _MINUTE_S / max(_MINUTE_S, self._clock.now() - gone_at)
         return uses.pop(key, SharedUse(key, 0, 0, 0, 0, 0)), part
 
-    def lost(self, peer: int | str) -> None:
-        """Another process is lost, and its requests with it. What it uses until it is heard again is charged
+    def peer_gone(self, peer: int | str) -> None:
+        """Another process is gone, and its requests with it. What it uses until it is heard again is charged
         then, by its totals."""
         uses = self._elsewhere.pop(peer, {})
         for name, use in uses.items():
             if name in self._accounts:
                 self._accounts[name].elsewhere -= use.in_flight
-        # A key of which it has sent nothing since an earlier loss keeps its last use.
+        # A key of which it has sent nothing since it was gone before keeps its last use.
         last = self._silent.pop(peer, (0.0, {}))[1]
         last |= {name: use._replace(in_flight=0) for name, use in uses.items()}
         self._silent[peer] = self._clock.now(), last

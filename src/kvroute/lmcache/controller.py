@@ -328,10 +328,10 @@ class Controller:
             return wire.RegisterReply(extra_config={"heartbeat_url": heartbeat_url})
         return reply
 
-    def follow(self, message: wire.Message, via: str) -> bool:
-        """Handle a message that the member `via` of the fleet has answered and forwarded.
+    def follow(self, message: wire.Message, member: str) -> bool:
+        """Handle a message that the member `member` of the fleet has answered and forwarded.
 
-        True if the rank shall send all its chunks again: only `via` can request that.
+        True if the rank shall send all its chunks again: only `member` can request that.
         """
         is_wanted = False
         if isinstance(message, wire.Heartbeat):
@@ -341,7 +341,7 @@ class Controller:
                 rank.sync_requested_at = now
         else:
             self._handlers[type(message)](message)
-        self._resume(message, via)
+        self._resume(message, member)
         return is_wanted
 
     def want_sync(self, sender: wire.Sender) -> None:
@@ -350,19 +350,19 @@ class Controller:
         if found is not None:
             found[1].sync_wanted = True
 
-    def lost(self, via: str) -> None:
-        """A member of the fleet is lost: the chunks of the ranks that reported to it do not count until a
+    def member_gone(self, member: str) -> None:
+        """A member of the fleet is gone: the chunks of the ranks that reported to it do not count until a
         report comes another way. Then the rank is asked for all its chunks."""
         for _, rank in self._roster.ranks():
-            if rank.via == via:
+            if rank.reports_to == member:
                 rank.is_reporting, rank.predates_controller = False, True
                 rank.sync_requested_at = None
         self._roster.update_attachments()
 
-    def _resume(self, message: wire.Message, via: str) -> None:
+    def _resume(self, message: wire.Message, member: str) -> None:
         found = self._roster.get(message)
         if found is not None:
-            found[1].via = via
+            found[1].reports_to = member
             if not found[1].is_reporting:
                 found[1].is_reporting = True
                 self._roster.update_attachments()

@@ -175,9 +175,9 @@ class Rank:
         "predates_controller",
         "previous",
         "registered_at",
+        "reports_to",
         "sync_requested_at",
         "sync_wanted",
-        "via",
     )
 
     def __init__(self, number: int, registered_at: float, *, predates_controller: bool) -> None:
@@ -192,10 +192,10 @@ class Rank:
         """When the controller last requested a full synchronisation, in seconds of its clock."""
         self.sync_wanted = False
         """Another gateway that follows the rank's reports needs a full synchronisation."""
-        self.via = ""
+        self.reports_to = ""
         """The member of the fleet that forwards the rank's reports; empty if they arrive here."""
         self.is_reporting = True
-        """False after this member was lost, until a report comes another way: the chunks do not count."""
+        """False after this member is gone, until a report comes another way: the chunks do not count."""
         self.predates_controller = predates_controller
         """The process started before the controller, so it may hold chunks that it never reported here."""
         self.previous: dict[str, int | None] = {}

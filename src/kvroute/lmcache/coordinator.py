@@ -225,7 +225,7 @@ class Coordinator:
             # before. Events before the first registration are no sign of a restart: a server tries to
             # register every 5 s and reports events from its start.
             self._clear_memory(instance, Doubt.REGISTERED_AGAIN)
-        instance.registered, instance.via = True, ""
+        instance.registered, instance.reports_to = True, ""
         instance.address, instance.http_port = message.ip.strip(), message.http_port
         instance.last_message_at = self._clock.now()
         log.info(
@@ -242,7 +242,7 @@ class Coordinator:
         if instance is None or not instance.registered or not instance.is_reporting:
             self.counts.unknown_heartbeats += 1
             return False
-        instance.last_message_at, instance.via = self._clock.now(), ""
+        instance.last_message_at, instance.reports_to = self._clock.now(), ""
         return True
 
     def deregister(self, instance_id: str) -> None:
@@ -266,16 +266,16 @@ class Coordinator:
                 pool.held.clear()
                 del self._pools[key]
 
-    def admit(self, batch: CacheEvents, via: str = "") -> BatchOutcome:
+    def admit(self, batch: CacheEvents, member: str = "") -> BatchOutcome:
         """Whether to apply this batch. Call it once for each sequence number, before `apply`.
 
-        `via` is the member that has forwarded it; empty: it came from the server.
+        `member` is the member that has forwarded it; empty: it came from the server.
         """
         outcome = self._admit(batch)
         self.counts.batches[outcome] += 1
         if outcome is BatchOutcome.APPLIED:
             instance = self._instances[batch.instance_id]
-            instance.via = via
+            instance.reports_to = member
             self._resume(instance)
         return outcome
 
@@ -336,8 +336,8 @@ class Coordinator:
 
     # Reports that other members of the fleet forward
 
-    def follow(self, alive: CacheServerAlive, via: str) -> bool:
-        """A server has reported to the member `via` that it is alive.
+    def follow(self, alive: CacheServerAlive, member: str) -> bool:
+        """A server has reported to the member `member` that it is alive.
 
         True if the map of the server is whole there, and not here.
         """
@@ -346,7 +346,7 @@ class Coordinator:
             instance.registered = True
             instance.address, instance.http_port = alive.address, alive.port
             self._update_attachments()
-        instance.last_message_at, instance.via = self._clock.now(), via
+        instance.last_message_at, instance.reports_to = self._clock.now(), member
         self.learn_chunk_size(alive.server, alive.chunk_tokens)
         if alive.incarnation is None:
             return False
@@ -371,10 +371,10 @@ class Coordinator:
             log.warning("reports of LMCache server %s are missing: its chunks do not count", server)
             self._update_attachments()
 
-    def lost(self, via: str) -> None:
-        """A member of the fleet is lost: the chunks of the servers that reported to it do not count until
+    def member_gone(self, member: str) -> None:
+        """A member of the fleet is gone: the chunks of the servers that reported to it do not count until
         their next batches come through another one."""
-        muted = [each for each in self._instances.values() if each.via == via and each.is_reporting]
+        muted = [each for each in self._instances.values() if each.reports_to == member and each.is_reporting]
         for instance in muted:
             instance.is_reporting = False
         if muted:
@@ -401,16 +401,16 @@ class Coordinator:
             instance.incarnation, instance.last_seq = state.incarnation, state.seq
         return ServerCopy(state, self, HeldChunks(self._index, Tier.L1))
 
-    def adopt(self, copy: ServerCopy, via: str) -> None:
+    def adopt(self, copy: ServerCopy, member: str) -> None:
         """Replace the map of a server by a copy that has everything until now.
 
-        `via` is the member that the server reports to, by that state.
+        `member` is the member that the server reports to, by that state.
         """
         state, memory = copy.state, copy.memory
         instance = self._instances.get(state.server) or self._add(state.server)
         is_newer = instance.incarnation == state.incarnation and instance.last_seq > state.seq
-        if not is_newer and not (instance.registered and not instance.via):
-            instance.via = via
+        if not is_newer and not (instance.registered and not instance.reports_to):
+            instance.reports_to = member
         if not instance.registered and state.address:
             instance.registered = True
             instance.address, instance.http_port = state.address, state.port

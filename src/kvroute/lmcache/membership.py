@@ -355,10 +355,10 @@ class LMCacheServer:
     """By backend."""
     agreed_seq: int = -1
     """`last_seq` when the server's `/status` last reported as many objects as the map has; -1: it did not."""
-    via: str = ""
+    reports_to: str = ""
     """The member of the fleet that forwards the server's reports; empty if they arrive here."""
     is_reporting: bool = True
-    """False after this member was lost, or batches through it: the server's chunks do not count until its
+    """False after this member is gone, or its batches were lost: the server's chunks do not count until the
     next batch comes."""
 
     @property

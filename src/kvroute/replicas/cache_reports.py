@@ -69,7 +69,6 @@ class ReportChannel(Protocol):
     @property
     def reporting_peers(self) -> Sequence[PeerId]:
         """The members that can send the state of LMCache's servers."""
-        ...
 
     def publish(self, message: SharedMessage) -> None: ...
 
@@ -103,7 +102,7 @@ class _Copy:
     """Pieces of batches that were applied before it began."""
     is_open: bool = False
     """Whether the recent batches were applied to it; from then on each one is."""
-    stores: int = 0
+    messages: int = 0
     arrived: deque[CacheServerStore] = field(default_factory=deque)
     """What is not in the map yet."""
     end: CacheServerStateEnd | None = None
@@ -144,7 +143,6 @@ class CacheReports:
         self._wanted: dict[tuple[PeerId, str], CacheServerWanted] = {}
         self._work = asyncio.Event()
         self._arrived = asyncio.Event()
-        """Something of a copy has arrived."""
         self._settled = asyncio.Event()
         self._sending = asyncio.Lock()
         self.handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
@@ -220,15 +218,15 @@ class CacheReports:
 
     # Other members
 
-    def on_link_lost(self, peer: PeerId) -> None:
+    def on_peer_gone(self, peer: PeerId) -> None:
         """A member has died or left: what LMCache reported through it does not count until it is reported
         elsewhere."""
         for server in [server for server, copy in self._copies.items() if copy.peer == peer]:
-            self._refuse(server, "its sender is lost")
+            self._refuse(server, "its sender is gone")
         if self._coordinator is not None:
-            self._coordinator.lost(str(peer))
+            self._coordinator.member_gone(str(peer))
         if self._controller is not None:
-            self._controller.lost(str(peer))
+            self._controller.member_gone(str(peer))
 
     async def send_states(self, peer: PeerId) -> None:
         """Send the state of every server, for a member that joins."""
@@ -283,7 +281,9 @@ class CacheReports:
             return
         self._asked[server] = now + pause, min(2 * pause, _MAX_PAUSE_S)
         # Later any other one: the first may have missed the same batches.
-        peer = instance.via if instance.via in peers and pause == _FIRST_PAUSE_S else random.choice(peers)
+        peer: PeerId = instance.reports_to
+        if peer not in peers or pause > _FIRST_PAUSE_S:
+            peer = random.choice(peers)
         wanted = CacheServerWanted(
             server, instance.incarnation, instance.last_seq, instance.doubt is not None
         )
@@ -407,21 +407,21 @@ class CacheReports:
                 instance.scheme_known,
                 incarnation,
                 instance.last_seq,
-                instance.via,
+                instance.reports_to,
                 instance.is_reporting,
             )
             self._channel.send(peer, state)
-            stores = 0
+            messages = 0
             for store in _stores_of(instance):
                 if store is not None:
-                    stores += 1
+                    messages += 1
                     if not self._channel.send(peer, store):
                         return
                     await self._channel.has_room()
                 await asyncio.sleep(0)
             is_valid = instance.incarnation == incarnation and instance.doubt is None
             is_valid = is_valid and instance.memory is memory and self._instance(server) is instance
-            self._channel.send(peer, CacheServerStateEnd(server, stores, is_valid))
+            self._channel.send(peer, CacheServerStateEnd(server, messages, is_valid))
 
     def _on_state(self, peer: PeerId, state: CacheServerState) -> None:
         instance, known = self._instance(state.server), self._copies.get(state.server)
@@ -437,7 +437,7 @@ class CacheReports:
 
     def _on_store(self, peer: PeerId, message: CacheServerStore) -> None:
         if (copy := self._copies.get(message.server)) is not None and copy.peer == peer:
-            copy.stores += 1
+            copy.messages += 1
             copy.arrived.append(message)
             self._arrived.set()
 
@@ -495,13 +495,13 @@ class CacheReports:
         assert coordinator is not None
         instance = self._instance(server)
         is_older = instance is not None and _position(instance) > copy.map.position
-        if is_older or not copy.is_open or not end.is_valid or end.stores != copy.stores:
+        if is_older or not copy.is_open or not end.is_valid or end.messages != copy.messages:
             self._refuse(server, "it is older than the map here" if is_older else "it is incomplete")
             return
         del self._copies[server]
         self._settled.set()
-        via = copy.map.state.via or str(copy.peer)
-        coordinator.adopt(copy.map, "" if via == self._member else via)
+        member = copy.map.state.reports_to or str(copy.peer)
+        coordinator.adopt(copy.map, "" if member == self._member else member)
         self.counts.copied += 1
         instance, open_batch = self._instance(server), self._pieces.get(server)
         if open_batch is not None and instance is not None and open_batch[:2] != _position(instance):

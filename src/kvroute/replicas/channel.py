@@ -442,7 +442,7 @@ class Channel:
             )
         member.is_linked = False
         # Also before it was linked: its dispatches count from the first.
-        self._listener.on_link_lost(member.id)
+        self._listener.on_peer_gone(member.id)
         self._changed.set()
 
     def _check_proof(self, member: Member) -> None:

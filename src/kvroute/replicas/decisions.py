@@ -353,8 +353,8 @@ class PeerDecisions:
         if dispatch is not None:
             dispatch.finish(self._clock.now())
 
-    def lost(self, peer: PeerId) -> None:
-        """The link to the process is closed: release its requests, because their ends would not be
+    def peer_gone(self, peer: PeerId) -> None:
+        """The process is gone: release its requests, because their ends would not be
         received."""
         now = self._clock.now()
         for dispatch in self._dispatches.pop(peer, {}).values():

@@ -45,7 +45,7 @@ where the KV and the LMCache server of a worker are: prefetches send prompts the
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[SharedMessage]).decode
-_decode_parts: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_list: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_one: Final = msgspec.msgpack.Decoder(SharedMessage).decode
 
 
@@ -172,16 +172,16 @@ def decode_payload(payload: bytes) -> tuple[Sequence[SharedMessage], int]:
     except msgspec.MsgspecError:
         pass
     try:
-        parts = _decode_parts(payload)
+        undecoded = _decode_list(payload)
     except msgspec.MsgspecError as error:
         raise Refused(Refusal.MALFORMED, "its messages cannot be decoded") from error
     messages = []
-    for part in parts:
+    for each in undecoded:
         try:
-            messages.append(_decode_one(part))
+            messages.append(_decode_one(each))
         except msgspec.MsgspecError:
             continue
-    return messages, len(parts) - len(messages)
+    return messages, len(undecoded) - len(messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class ChannelCounts:
 
 @dataclass(slots=True)
 class Member:
-    """One other process, by its epoch. Mutable: by the channel."""
+    """Another member, by its epoch: a random number of its start. Mutable: by the channel."""
 
     sender: bytes
     gateway: bytes

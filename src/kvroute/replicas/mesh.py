@@ -68,8 +68,8 @@ class PeerListener(Protocol):
         """A process sent a message."""
         ...
 
-    def on_link_lost(self, peer: PeerId) -> None:
-        """The link to a process is closed; the requests that it reported no longer count."""
+    def on_peer_gone(self, peer: PeerId) -> None:
+        """A process is gone: the link to it is closed, or it is silent. Its requests no longer count."""
         ...
 
 
@@ -308,7 +308,7 @@ class Mesh:
             self.counts.breaks += 1
             log.warning("the link to process %d broke; its messages are missing until it reconnects", number)
         assert self._listener is not None
-        self._listener.on_link_lost(number)
+        self._listener.on_peer_gone(number)
 
 
 _LENGTH: Final = Packing("<I")

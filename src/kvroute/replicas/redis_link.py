@@ -202,10 +202,10 @@ class _Stream(asyncio.Protocol):
         return self._timer is None and not self.failed.done()
 
     def write(self, *words: bytes) -> None:
-        parts = [b"*%d\r\n" % len(words)]
+        command = [b"*%d\r\n" % len(words)]
         for word in words:
-            parts += (b"$%d\r\n" % len(word), word, b"\r\n")
-        self._transport.write(b"".join(parts))
+            command += (b"$%d\r\n" % len(word), word, b"\r\n")
+        self._transport.write(b"".join(command))
 
     def data_received(self, data: bytes) -> None:
         buffer, start = self._data, 0
@@ -255,11 +255,11 @@ def _answer(data: bytearray, start: int) -> tuple[object, int] | None:
     if kind == 0x2A:  # *
         found = list[object]()
         for _ in range(int(line)):
-            part = _answer(data, start)
-            if part is None:
+            element = _answer(data, start)
+            if element is None:
                 return None
-            found.append(part[0])
-            start = part[1]
+            found.append(element[0])
+            start = element[1]
         return found, start
     if kind == 0x2D:  # -
         text = line.decode(errors="replace")

@@ -98,7 +98,7 @@ class Observer(Protocol):
 class Dispatch(Reservation, eq=False, kw_only=True):
     """One attempt of one request on one worker, with everything that is reserved for it.
 
-    The caller of `Router.dispatch` must call `finish`, in a `finally`. Mutable: by the router and its methods.
+    The caller of `Router.dispatch` must call `finish`, in a `finally`. Mutable: by the router and itself.
     """
 
     worker: Worker

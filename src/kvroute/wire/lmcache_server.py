@@ -386,9 +386,9 @@ class CacheServerWanted(SharedReport, frozen=True):
 class CacheServerState(SharedReport, frozen=True):
     """What the sender knows of a server follows, as `CacheServerStore`s and a `CacheServerStateEnd`.
 
-    It has all batches up to number `seq`, and perhaps some later ones. `via`: the member that the server
-    reports to; empty: the sender. `is_reporting`: that member is alive. `scheme_known`: `chunk_tokens` is not
-    only the configured default.
+    It has all batches up to number `seq`, and perhaps some later ones. `reports_to`: the member that gets the
+    server's reports; empty: the sender. `is_reporting`: that member is alive. `scheme_known`: `chunk_tokens`
+    is not only the configured default.
     """
 
     server: str
@@ -398,7 +398,7 @@ class CacheServerState(SharedReport, frozen=True):
     scheme_known: bool
     incarnation: _Count
     seq: _Count
-    via: str
+    reports_to: str
     is_reporting: bool
 
 
@@ -432,7 +432,7 @@ class CacheServerStateEnd(SharedReport, frozen=True):
     """
 
     server: str
-    stores: _Count
+    messages: _Count
     is_valid: bool
 
 
