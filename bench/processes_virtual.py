@@ -131,7 +131,7 @@ class Gateways:
         pass
 
     def _publish(self, gateway: Gateway, now: float) -> None:
-        messages = gateway.own.take(everything=True)
+        messages = gateway.own.take(now, everything=True)
         if self._delay_s is not None and len(self._gateways) > 1:
             self._in_transit.append((now + self._delay_s, gateway.number, encode_frame(messages)))
 

@@ -306,7 +306,7 @@ def _routed(
         if not lasts or len(answering) > batch:
             answering.popleft().finish(now)
         if sent is not None and number % batch == 0:
-            for payload in encode_payloads(gateway.own.take(everything=True)):
+            for payload in encode_payloads(gateway.own.take(now, everything=True)):
                 sent.append(pack(Envelope(Kind.BATCH, TO_ALL, TO_ALL, TO_ALL, number, now, payload), None))
     return (time.process_time_ns() - start) / 1e3 / len(texts), sum(map(len, sent or ())) / len(texts)
 

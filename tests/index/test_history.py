@@ -353,7 +353,7 @@ class Pair:
             self.probes.append(self.chain([*argument, 1]))
         elif action == "touch" and argument:
             keys = self.chain(argument)
-            if self.history.touch(which, keys[-1]):
+            if not [*self.history.touch(which, [keys[-1]])]:
                 assert not self.model.acquire(which, keys)
                 self.model.release(which, keys)
         elif action == "release" and self.leases:

@@ -19,7 +19,7 @@ from kvroute.replicas.decisions import (
     apply_recent_prompts,
     recent_prompts,
 )
-from kvroute.replicas.mesh import FrameReader, encode_frame
+from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     Finished,
@@ -29,6 +29,8 @@ from kvroute.replicas.messages import (
     Passed,
     RecentPrompts,
     SessionForgotten,
+    pack_keys,
+    unpack_keys,
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
@@ -76,7 +78,8 @@ class Gateway:
 
     def receive(self, other: Gateway, *more) -> list:
         """Apply the messages of the other one, and `more` of its messages."""
-        messages = FrameReader().feed(encode_frame([*other.own.take(everything=True), *more]))
+        due = other.own.take(self.clock.now(), everything=True)
+        messages = FrameReader().feed(encode_frame([*due, *more]))
         for message in messages:
             if isinstance(message, Dispatched):
                 self.peers.dispatched(1, message)
@@ -177,36 +180,123 @@ def test_what_has_ended_waits_for_other_messages(clock):
     one = Gateway("prefixaware", clock)
     one.send("ended " * 20)[0].finish(clock.now())
 
-    assert one.own.take() == []
-    assert one.own.is_waiting
+    assert one.own.take(clock.now()) == []
+    assert one.own.due_at == clock.now() + GATHER_S
     running, _ = one.send("running " * 20)
-    sent, passed = one.own.take()
+    clock.time += GATHER_S
+    sent, passed = one.own.take(clock.now())
 
     assert isinstance(sent, Dispatched)
     assert isinstance(passed, Passed)
-    assert not one.own.is_waiting
+    assert one.own.due_at is None
     running.finish(clock.now())
-    assert one.own.take() == [Finished(sent.id)]
+    assert one.own.take(clock.now()) == [Finished(sent.id)]
 
 
 def test_what_has_ended_is_sent_in_the_end_with_nothing_else_to_send(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     one.send("ended " * 20)[0].finish(clock.now())
 
-    takes = [one.own.take()]
-    while one.own.is_waiting:
-        takes.append(one.own.take())
+    takes = [one.own.take(clock.now())]
+    while one.own.due_at is not None:
+        clock.time = one.own.due_at
+        takes.append(one.own.take(clock.now()))
 
-    assert len(takes) == 5
     assert [len(messages) for messages in takes] == [0, 0, 0, 0, 1]
     other.receive(one, *takes[-1])
     assert other.explained("ended " * 20) == one.explained("ended " * 20)
 
 
+def test_a_request_that_has_just_begun_waits_while_others_end_soon(clock):
+    one = Gateway("prefixaware", clock)
+    one.send("ended " * 20)[0].finish(clock.now())
+    one.own.take(clock.now())
+
+    clock.time = begun_at = clock.now() + 0.004
+    soon, _ = one.send("ends soon " * 20)
+    late, _ = one.send("runs on " * 20)
+    clock.time += 0.001
+    assert one.own.take(clock.now()) == []
+    assert one.own.due_at == begun_at + GATHER_S
+    soon.finish(clock.now())
+    clock.time = one.own.due_at
+    sent, passed = one.own.take(clock.now())
+
+    assert isinstance(sent, Dispatched)
+    assert isinstance(passed, Passed)
+    late.finish(clock.now())
+    assert one.own.take(clock.now()) == [Finished(sent.id)]
+
+
+def test_no_request_waits_where_requests_last(clock):
+    one = Gateway("prefixaware", clock)
+    for number in range(8):
+        one.send(f"request {number} " * 20)
+        clock.time += 0.001
+        (sent,) = one.own.take(clock.now())
+        assert isinstance(sent, Dispatched)
+        assert one.own.due_at is None
+
+
+@pytest.mark.parametrize("strategy", ["roundrobin", "session"])
+def test_a_strategy_that_follows_dispatches_has_them_in_order(strategy, clock):
+    """A session that is forgotten after a dispatch must not be placed by it again."""
+    one = Gateway(strategy, clock)
+    one.send("ended " * 20, session_key="s")[0].finish(clock.now())
+    one.own.take(clock.now())
+    one.send("runs on " * 20, session_key="s")
+    one.router.forget_session("s")
+
+    assert [type(message) for message in one.own.take(clock.now())] == [Dispatched, SessionForgotten]
+
+
+def test_all_is_published_for_a_process_that_links(clock):
+    one = Gateway("prefixaware", clock)
+    one.send("ended " * 20)[0].finish(clock.now())
+    one.own.take(clock.now())
+    one.send("runs on " * 20)
+
+    messages = one.own.take(clock.now(), everything=True)
+
+    assert [type(message) for message in messages] == [Dispatched, Passed]
+    assert one.own.due_at is None
+
+
+def test_a_prompt_that_is_sent_again_costs_one_key(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    texts = [f"{number} {random.Random(number).getrandbits(40_000):x}" for number in range(3)]
+    for text in texts:
+        one.send(text)[0].finish(clock.now())
+    other.receive(one)
+    for text in texts:
+        one.send(text)[0].finish(clock.now())
+
+    sent = other.receive(one)
+
+    keys = [key for message in sent for key in unpack_keys(message.repeated)]
+    assert sorted(keys) == sorted(block_keys(text.encode())[-1] for text in texts)
+    assert all(message.known == [] and message.fresh == b"" for message in sent)
+    for text in texts:
+        assert other.explained(text) == one.explained(text)
+
+
+def test_a_prompt_that_is_sent_again_comes_to_the_history_of_another_worker(clock):
+    """Its keys are known, but not to have been sent to this worker."""
+    other, text = Gateway("prefixaware", clock), f"{random.Random(3).getrandbits(40_000):x}"
+    keys = pack_keys(block_keys(text.encode()))
+    last = keys[-8:]
+    other.peers.passed(1, Passed("m", "w0", 1, 0.1, 0.1, 16.0, [None], [len(keys) // 8], keys))
+    for worker in ("w1", "w2"):
+        other.peers.passed(1, Passed("m", worker, 1, 0.1, 0.1, 16.0, [], [], b"", last))
+
+    assert {matched for _, matched in other.explained(text)} == {2 * len(keys)}
+
+
 def test_a_request_is_released_although_it_began_before_its_link_and_ended_after(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     running, _ = one.send("begun " * 100)
-    one.own.take(everything=True)  # before the state is sent, what was gathered is published to the others
+    # Before the state is sent, what was gathered is published to the others.
+    one.own.take(clock.now(), everything=True)
     other.receive(one, *one.own.unfinished())
     assert other.peers.unfinished == 1
 
@@ -230,7 +320,7 @@ def test_prompts_of_passed_requests_with_unknown_keys_arrive_later(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
     one.send(text + "and more " * 20)[0].finish(clock.now())
     one.send("another " * 40)[0].finish(clock.now())
 
@@ -277,7 +367,7 @@ def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock)
 def test_a_dispatch_that_is_sent_twice_is_released_once_it_ends(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     one.send("twice " * 100)
-    (sent,) = one.own.take(everything=True)
+    (sent,) = one.own.take(clock.now(), everything=True)
 
     other.peers.dispatched(1, sent)
     other.peers.dispatched(1, sent)
@@ -328,7 +418,7 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
     running, _ = one.send(text + "and more")
 
     other.receive(one)
@@ -355,6 +445,8 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
         {"answered": -1},
         {"sizes": [1, 1]},
         {"fresh": b"x"},
+        {"repeated": b"x"},
+        {"known": [None, None], "sizes": [-1, 2]},
     ],
 )
 def test_figures_that_do_not_fit_are_no_message(change):
@@ -377,7 +469,7 @@ def test_unknown_groups_are_asked_for_once_for_all_prompts_that_begin_with_them(
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
     for number in range(20):
         one.send(f"{text}{number}" + "x" * 1000 * (number + 1))[0].finish(clock.now())
 
@@ -397,7 +489,7 @@ def test_all_unknown_groups_of_a_message_are_asked_for_together(clock):
     texts = [f"{random.Random(seed).getrandbits(40_000):x}" for seed in range(3)]
     for text in texts:
         one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
     prompts = tuple(one.query(text + "more").prompts[0] for text in texts)
     query = RouteQuery(MODEL, clock.now(), prompts, 1000)
     decision = one.router.decide(query, one.fleet.view(MODEL))
@@ -413,7 +505,7 @@ def test_a_question_without_an_answer_is_repeated(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
 
     for number in range(3):
         one.send(f"{text}{number}")[0].finish(clock.now())
@@ -432,7 +524,7 @@ def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
     texts = [f"{random.Random(seed).getrandbits(12_000):x}" for seed in range(300)]
     for text in texts:
         one.send(text)[0].finish(clock.now())
-    one.own.take(everything=True)  # lost
+    one.own.take(clock.now(), everything=True)  # lost
     for text in [*texts, *(300 * [texts[-1]])]:
         one.send(f"{text}more")[0].finish(clock.now())
 
@@ -450,7 +542,7 @@ def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
 def test_a_missed_dispatch_counts_for_the_history_alone(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     running, _ = one.send("missed " * 100)
-    (message,) = FrameReader().feed(encode_frame(one.own.take(everything=True)))
+    (message,) = FrameReader().feed(encode_frame(one.own.take(clock.now(), everything=True)))
 
     other.peers.missed(1, message)
 

@@ -34,7 +34,7 @@ DISPATCHED = Dispatched(
     1,
     (48, 16, 0),
 )
-PASSED = Passed("m", "w0", 1, 0.5, 0.25, 16.0, [2**63, None], [0, 2], pack_keys([8, 9]))
+PASSED = Passed("m", "w0", 1, 0.5, 0.25, 16.0, [2**63, None], [1, 2], pack_keys([7, 8, 9]), pack_keys([5]))
 MESSAGES = [DISPATCHED, Finished(7), PASSED, Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
 
 

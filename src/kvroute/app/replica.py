@@ -245,7 +245,7 @@ class Replica:
     ) -> None:
         """Connect the services that the other processes' messages change."""
         self._reports, self._needs_reports = reports, reports is not None and self._needs_snapshot
-        self._fleet, self._router, self._health = fleet, router, health
+        self._fleet, self._router, self._health, self._clock = fleet, router, health, clock
         self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
         self._handlers = {
@@ -277,18 +277,19 @@ class Replica:
         if ring is not None:
             ring.share(lambda use: self.publish(KeyUsed(*use)))
 
-    def _flush_soon(self) -> None:
+    def _flush_soon(self, after_s: float = GATHER_S) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._flush_due)
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._flush_due)
 
     def _flush_due(self) -> None:
         self._timer = None
         self._flush(everything=False)
-        if self.own.is_waiting:
-            self._flush_soon()
 
     def _flush(self, *, everything: bool) -> None:
-        messages = self.own.take(everything=everything)
+        now = self._clock.now()
+        messages = self.own.take(now, everything=everything)
+        if self.own.due_at is not None:
+            self._flush_soon(max(0.0, self.own.due_at - now))
         if messages and self.mesh is not None:
             self.mesh.publish(*messages)
             self.mesh.flush()
@@ -325,8 +326,7 @@ class Replica:
             await self.channel.start(self)
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
-        """Wait until this process has the state of the others, at most the longer one of both times; without
-        other gateways at most `timeout_s`."""
+        """Wait for the state of the others, at most the longer time; without other gateways `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
                 await asyncio.gather(

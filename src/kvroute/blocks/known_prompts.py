@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, cast, overload
 
@@ -347,6 +347,14 @@ class KeyGroups:
             self._ends.move_to_end(known)
             return True
         return known in self._groups
+
+    def use_all(self, known: Iterable[int]) -> None:
+        """`use` of each one."""
+        ends = self._ends
+        renew = ends.move_to_end
+        for key in known:
+            if key in ends:
+                renew(key)
 
     def keys_to(self, known: int) -> Sequence[BlockKey]:
         """All keys up to `known`, for a process that asks for them; none if it is not known."""

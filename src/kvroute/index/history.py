@@ -106,10 +106,10 @@ class RouteHistory(Protocol):
         """
         ...
 
-    def touch(self, worker: int, last: BlockKey) -> bool:
-        """As `acquire` and `release` for a prompt that the worker holds, by its last key.
+    def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
+        """As `acquire` and `release` for prompts that the worker holds, by their last keys.
 
-        False if the worker does not hold it or this history cannot know; then nothing changes.
+        Returns the places of those that it does not hold or this history cannot know; they change nothing.
         """
         ...
 
@@ -196,8 +196,8 @@ class TrieHistory:
         blocks, new_blocks = self._pin(part, keys)
         return _TriePinned(self, part, blocks, new_blocks)
 
-    def touch(self, worker: int, last: BlockKey) -> bool:
-        return False
+    def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
+        return range(len(lasts))
 
     def part(self, worker: int) -> HistoryShare:
         return self._own_part(worker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -198,17 +198,28 @@ class RadixHistory:
                 self._evict_excess(part)
         return _RadixPinned(self, part, final, new_blocks)
 
-    def touch(self, worker: int, last: BlockKey) -> bool:
-        edge, part = self._ends.get(last), self.parts.get(worker)
-        if edge is None or part is None or not edge.full & part.bit:
-            return False
-        hold: Hold | None = edge.holds[worker]
-        while hold is not None:
-            if not hold.pins:
-                hold.unlink()
-                hold.link_before(part.free)
-            hold = hold.before
-        return True
+    def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
+        part, ends, missing = self.parts.get(worker), self._ends, list[int]()
+        if part is None:
+            return range(len(lasts))
+        bit, queue = part.bit, part.free
+        for place, last in enumerate(lasts):
+            edge = ends.get(last)
+            if edge is None or not edge.full & bit:
+                missing.append(place)
+                continue
+            hold: Hold | None = edge.holds[worker]
+            while hold is not None:
+                if not hold.pins:
+                    # `hold.unlink()` and `hold.link_before(queue)`, inlined.
+                    older, newer = hold.older, hold.newer
+                    older.newer = newer
+                    newer.older = older
+                    hold.older = newest = queue.older
+                    hold.newer = queue
+                    newest.newer = queue.older = hold
+                hold = hold.before
+        return missing
 
     def part(self, worker: int) -> HistoryShare:
         return self.parts.get(worker) or self._own_part(worker)

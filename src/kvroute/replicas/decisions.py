@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from math import inf
 from typing import Final, TypeAlias, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
+from kvroute.replicas.mesh import GATHER_S
 from kvroute.replicas.messages import (
     Dispatched,
     ExactSent,
@@ -57,12 +59,16 @@ _RECENT_BLOCKS: Final = 4_000_000
 """Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
-_LATEST: Final = 5
-"""Calls of `OwnDecisions.take` until a request that ended soon is sent, with nothing else to send."""
+_YOUNG_S: Final = 0.6 * GATHER_S
+"""A younger dispatch waits for the next `OwnDecisions.take` while many requests end soon."""
+_PASSED_S: Final = 3.5 * GATHER_S
+"""A request that had ended before a `take` is sent with the first one after this time, or with what else is
+sent."""
 _MAX_INCOMPLETE: Final = 256
 """Questions for groups of keys, and prompts that wait for each of them."""
 _ASK_AGAIN_S: Final = 2.0
 """A question that was not answered for this long is repeated with the next prompt that needs it."""
+_NO_KEYS: Final = array("Q")
 _NO_CHUNKS: Final = PromptChunks(())
 _NO_TERMS: Final = CostTerms()
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[int | None, Sequence[int]]]
@@ -84,13 +90,17 @@ class OwnDecisions:
     """
 
     def __init__(self, wake: Callable[[], object], groups: KeyGroups) -> None:
-        """`wake` is called when there is something to `take`; then `take` until nothing `is_waiting`."""
+        """`wake` is called when there is something to `take` in `GATHER_S`; after that `due_at` says when."""
         self._wake = wake
         self._groups = groups
         self._gathered: list[SharedMessage | OwnDispatch] = []
         self._passed: list[OwnDispatch] = []
-        self._takes = 0
-        """How often `take` has left `_passed` for later."""
+        self._passed_due = inf
+        """When `_passed` is sent with nothing else to send."""
+        self._ends_soon = False
+        """Whether a quarter of the requests that the last `take` found had ended."""
+        self.due_at: float | None = None
+        """When the next `take` is due; None if the last one left nothing."""
         self._ids = count(1)
         self._unfinished: dict[int, OwnDispatch] = {}
         """By number. Only dispatches that were published."""
@@ -112,32 +122,42 @@ class OwnDecisions:
     def session_forgotten(self, session_key: str) -> None:
         self.publish(SessionForgotten(session_key))
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something was left for a later `take`."""
-        return bool(self._passed)
+    def take(self, now: float, *, everything: bool = False) -> list[SharedMessage]:
+        """The messages that are due at `now`. O(requests), and `KeyGroups.encode` of their keys.
 
-    def take(self, *, everything: bool = False) -> list[SharedMessage]:
-        """The messages that are due. O(requests), and `KeyGroups.encode` of their keys.
-
-        Of a dispatch that has ended already only its share of the averages and its prompt are sent, with the
-        next messages or at the `_LATEST`th call.
+        A dispatch is published within `GATHER_S` of its start. Of one that has ended already only its share
+        of the averages and its prompt are sent, with the next messages or after `_PASSED_S`.
         """
-        messages, passed = list[SharedMessage](), self._passed
-        gathered, self._gathered = self._gathered, []
-        for each in gathered:
+        messages, passed, young = list[SharedMessage](), self._passed, list[OwnDispatch]()
+        ended = running = 0
+        # A request that ends first costs each other process a tenth of one that they must account for.
+        young_since = now - _YOUNG_S if self._ends_soon and not everything else inf
+        observed = self._observed
+        for each in self._gathered:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
-            elif each.ended_at is None or each.decision.strategy in self._observed:
-                messages += self._published(each)
-            else:
+            elif each.ended_at is not None and each.decision.strategy not in observed:
                 passed.append(each)
-        self._takes += 1
-        if not passed:
-            self._takes = 0
-        elif messages or everything or self._takes >= _LATEST:
-            self._takes, self._passed = 0, []
+                ended += 1
+            elif each.started_at > young_since and each.decision.strategy not in observed:
+                young.append(each)
+            else:
+                messages += self._published(each)
+                running += 1
+        self._gathered = [*young]
+        if ended or running:
+            self._ends_soon = 3 * ended >= running
+        if passed and (messages or everything or now >= self._passed_due):
+            self._passed = []
             messages += _passed_messages(passed, self._groups.encode)
+        if not self._passed:
+            self._passed_due = inf
+        elif self._passed_due == inf:
+            self._passed_due = now + _PASSED_S
+        if young:
+            self.due_at = young[0].started_at + GATHER_S
+        else:
+            self.due_at = now + GATHER_S if self._passed else None
         return messages
 
     def _published(self, dispatch: OwnDispatch) -> list[SharedMessage]:
@@ -232,22 +252,28 @@ def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> It
         together.setdefault((each.query.model, each.candidate.worker.id), []).append(each)
     for (model, worker), some in together.items():
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
-        all_known, sizes, all_fresh = list[int | None](), list[int](), array("Q")
+        all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
         for each in some:
             if each.is_answered and each.ended_at is not None:
                 answered += 1
                 prefill_s += each.candidate.prefill_s
                 stay_s += each.ended_at - each.started_at
             for prompt in each.query.prompts:
-                known, fresh = encode(prompt.keys)
-                all_known.append(known)
-                sizes.append(len(fresh))
-                all_fresh.extend(fresh)
-                blocks += len(prompt.keys)
-                tokens += prompt.block_tokens * len(prompt.keys)
+                keys = prompt.keys
+                known, fresh = encode(keys)
+                if known is not None and not fresh:
+                    repeated.append(known)
+                else:
+                    all_known.append(known)
+                    sizes.append(len(fresh))
+                    all_fresh.extend(fresh)
+                size = len(keys)
+                blocks += size
+                tokens += prompt.block_tokens * size
         block_tokens = tokens / blocks if blocks else 0.0
         packed = all_fresh.tobytes()
-        yield Passed(model, worker, answered, prefill_s, stay_s, block_tokens, all_known, sizes, packed)
+        figures = answered, prefill_s, stay_s, block_tokens
+        yield Passed(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -323,25 +349,35 @@ class PeerDecisions:
         worker = self._worker(sent.worker)
         if worker is None:
             return
-        now, router, block_tokens = self._clock.now(), self._router, sent.block_tokens
+        now, repeated = self._clock.now(), unpack_keys(sent.repeated)
         if sent.answered > 0:
             worker.load.passed(sent.answered, sent.prefill_s, sent.stay_s, now)
+        # Prompts that were sent before are most of a load test and of evaluations.
+        self._groups.use_all(repeated)
+        for place in self._router.not_repeated(worker, repeated):
+            self._prompt_passed(peer, sent, worker, repeated[place], _NO_KEYS, now)
         all_fresh, end = unpack_keys(sent.fresh), 0
+        short: list[array[int]] = []
         for known, size in zip(sent.known, sent.sizes, strict=True):
             start, end = end, end + size
-            # Prompts that were sent before are most of a load test and of evaluations.
-            if known is None:
-                if 0 < size < GROUP_BLOCKS and router.repeats(worker, cast("BlockKey", all_fresh[end - 1])):
-                    continue
-            elif not size and self._groups.use(known) and router.repeats(worker, cast("BlockKey", known)):
-                continue
             fresh = all_fresh[start:end]
-            keys = self._groups.decode(known, fresh)
-            if keys is None:
-                self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, block_tokens))
-            elif block_tokens > 0:
-                router.passed_at_peer(worker, sent.model, keys, block_tokens, now)
+            if known is None and 0 < size < GROUP_BLOCKS:
+                short.append(fresh)
+            else:
+                self._prompt_passed(peer, sent, worker, known, fresh, now)
+        if short:
+            for place in self._router.not_repeated(worker, [keys[-1] for keys in short]):
+                self._prompt_passed(peer, sent, worker, None, short[place], now)
         self._send_questions(peer)
+
+    def _prompt_passed(
+        self, peer: PeerId, sent: Passed, worker: Worker, known: int | None, fresh: array[int], now: float
+    ) -> None:
+        keys = self._groups.decode(known, fresh)
+        if keys is None:
+            self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, sent.block_tokens))
+        elif sent.block_tokens > 0:
+            self._router.passed_at_peer(worker, sent.model, keys, sent.block_tokens, now)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)

@@ -272,7 +272,8 @@ class Passed(PeerMessage, frozen=True):
 
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
     dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
-    `known` and the number of keys after it for each prompt, and all these keys in one.
+    `known` and the number of keys after it for each prompt, and all these keys in one. Prompts that were sent
+    before as a whole are in `repeated` instead: their last keys, packed.
     """
 
     model: str
@@ -284,12 +285,13 @@ class Passed(PeerMessage, frozen=True):
     known: list[int | None]
     sizes: list[int]
     fresh: bytes
+    repeated: bytes = b""
 
     def __post_init__(self) -> None:
-        figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, *self.sizes
+        figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
         has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
         # A figure that is no number would stay in a worker's averages for good.
-        if not has_keys or not all(0 <= each < inf for each in figures):
+        if not has_keys or len(self.repeated) % 8 or not all(0 <= each < inf for each in figures):
             raise ValueError("the figures of requests that have passed do not fit")
 
 

@@ -386,18 +386,17 @@ class Router:
             self.cache_value.dispatched(worker.index, (prompt,), self._history, now, self.costs(model))
         self.replay_prompt(worker, keys)
 
-    def repeats(self, worker: Worker, last: BlockKey) -> bool:
-        """As `passed_at_peer`, for a prompt that the worker has in the history already: the key of its end.
+    def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
+        """As `passed_at_peer`, for the prompts that the history has already: `lasts` are their last keys.
 
-        False if this changes nothing, and `passed_at_peer` must be called.
-        """
-        return self.cache_value is None and self._history.touch(worker.index, last)
+        Returns the places of those that need `passed_at_peer`."""
+        if self.cache_value is not None:
+            return range(len(lasts))
+        return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
-        """The worker's slot in this process's cache map; `rank` is None if it has one rank only.
-
-        None if the map does not have the worker.
-        """
+        """The worker's slot in this process's cache map, None if it has none; `rank` is None for the only
+        rank."""
         places = self._views.caches.places(worker)
         if rank is None:
             return places[0].slot if len(places) == 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.index.history import HistoryShare, HistorySize
@@ -42,8 +42,8 @@ class ListedHistory:
         pinned.extend(keys)
         return pinned
 
-    def touch(self, worker: int, last: BlockKey) -> bool:
-        return False
+    def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
+        return range(len(lasts))
 
     def part(self, worker: int) -> HistoryShare:
         return self.parts.setdefault(worker, HistoryShare(worker, self._capacity))
