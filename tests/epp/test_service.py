@@ -229,7 +229,8 @@ async def test_keys_are_checked_and_workers_get_their_own(run_proxy: RunProxy):
 
         assert (without.status_code, without.headers["www-authenticate"]) == (401, "Bearer")
         assert with_key.status_code == 200, with_key.text
-        headers = dict(proxy.sims[0].worker.received[-1].headers)
+        received = [each for each in proxy.sims[0].worker.received if each.target == CHAT]  # also probes
+        headers = dict(received[-1].headers)
         assert headers[b"authorization"] == b"Bearer worker-key"
         assert b"x-api-key" not in headers
         assert models.status_code == 401
