@@ -279,14 +279,13 @@ class Replica:
 
     def _flush_soon(self, after_s: float = GATHER_S) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(after_s, self._flush_due)
+            loop = asyncio.get_running_loop()
+            soon = loop.call_soon
+            # After one more poll: a request whose answer has arrived meanwhile has ended then and costs less.
+            self._timer = loop.call_later(after_s, lambda: soon(lambda: soon(self._flush)))
 
-    def _flush_due(self) -> None:
-        self._timer = None
-        self._flush(everything=False)
-
-    def _flush(self, *, everything: bool) -> None:
-        now = self._clock.now()
+    def _flush(self, *, everything: bool = False) -> None:
+        self._timer, now = None, self._clock.now()
         messages = self.own.take(now, everything=everything)
         if self.own.due_at is not None:
             self._flush_soon(max(0.0, self.own.due_at - now))
