@@ -148,6 +148,7 @@ CASES = {
     "d: chunk": (200, True, False),
     "two legs, 200 B": (200, False, True),
     "two legs, 32 KB": (32_000, False, True),
+    "two legs, 256 KB": (256_000, False, True),
 }
 """Size of the body in bytes, whether the answer is streamed, whether another worker computes the prompt."""
 TWO_LEGS = "routing.prefill_decode.threshold_tokens=0"
