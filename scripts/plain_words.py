@@ -51,7 +51,7 @@ def prose(root: Path) -> Iterator[Place]:
     """All prose below `root`."""
     for folder in ("src", "bench", "scripts", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
-            if ".venv" not in path.parts and "native" not in path.parts:
+            if "native" not in path.parts and not any(part.startswith(".venv") for part in path.parts):
                 yield from of_python(path.relative_to(root).as_posix(), path.read_text("utf-8"))
     for path in [*(root / page for page in PAGES), *sorted((root / "docs").rglob("*.md"))]:
         name = path.relative_to(root).as_posix()

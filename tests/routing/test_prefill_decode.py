@@ -13,7 +13,7 @@ from kvroute.fleet.worker import WorkerRole
 from kvroute.routing.prefill_decode import HandoverLinks, PrefillDecodeOptions
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import RouteReason
+from kvroute.routing.strategy import RouteDecision, RouteReason
 
 LONG, SHORT = 8000, 200
 
@@ -314,3 +314,32 @@ def test_the_decision_changes_nothing(fleet, ask) -> None:
         first, again = router.decide(asked, view), router.decide(asked, view)
         assert (first.reason, list(first.ranking)) == (again.reason, list(again.ranking))
         run(router, asked, view)
+
+
+class Listed:
+    """A strategy whose rankings are plain lists."""
+
+    def __init__(self, strategy) -> None:
+        self.name, self.needs = strategy.name, strategy.needs
+        self._strategy = strategy
+
+    def rank(self, query, view):
+        decision = self._strategy.rank(query, view)
+        return RouteDecision(decision.strategy, decision.reason, list(decision.ranking))
+
+
+@pytest.mark.parametrize("roles", ["pd", "ppdd", "pbd", "bb", "pp"])
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_a_strategy_may_return_any_sequence_of_candidates(roles, tokens, fleet, ask) -> None:
+    router, view = router_with(threshold_tokens=512), fleet(roles)
+    first = ask(LONG)
+    run(router, first, view)
+    query = ask(tokens, 4.0, first.prompts[0].keys[: tokens // 32])
+    plain = router.strategy("model")
+
+    expected = router.decide(query, view, plain)
+    decision = router.decide(query, view, Listed(plain))
+
+    assert decision.describe() == expected.describe()
+    assert len(decision.ranking) == len(expected.ranking)
+    assert decision.ranking == expected.ranking

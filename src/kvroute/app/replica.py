@@ -71,10 +71,11 @@ if TYPE_CHECKING:
 
 
 class OverrideLog:
-    """The latest entry of each worker that was ever changed by hand: so separated processes agree again.
+    """The latest entry of each worker that was ever changed by hand.
 
-    Mutable: `changed` adds this process's changes, `merge` those of others. An entry without an effect stays:
-    it is the end of a drain that another process may still have.
+    Of two entries the later one is valid: so processes that were separated agree again. Mutable: `changed`
+    adds this process's changes, `merge` those of others. An entry without an effect stays: it is the end of a
+    drain that another process may still have.
     """
 
     def __init__(self, author: str) -> None:
@@ -325,7 +326,7 @@ class Replica:
             await self.channel.start(self)
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
-        """Wait for the state of the others, at most the longer time; without other gateways `timeout_s`."""
+        """Wait for the others' state: `timeout_s` at most, with other gateways the longer of both times."""
         try:
             async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
                 await asyncio.gather(

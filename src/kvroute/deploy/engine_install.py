@@ -45,7 +45,7 @@ NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Not in the recipe: only workers with roles need it. Its requirements are the GPU build of PyTorch."""
 NIXL_MARKER = ".kvroute-nixl-waits"
 _NIXL_POLLS, _NIXL_WAITS = "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 100000\n"
-"""Microseconds that its thread sleeps at most; a transfer wakes it sooner. vLLM 0.32 cannot set it."""
+"""The longest sleep of NIXL's thread, in microseconds; a transfer ends it. vLLM 0.32 has no option for it."""
 STEP_TIMEOUT_S = 1800.0
 HEARTBEAT_S = 10.0
 # vLLM reads the version of the distribution "vllm" and selects the CPU platform when the version contains

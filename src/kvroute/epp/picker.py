@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -153,7 +154,34 @@ _NEXT_PROMPTS = 8
 """Prompts behind the first one without events that are looked up, too, because single events may be lost."""
 
 
-class FirstTokens:
+class _Watch(ABC):
+    """Reads something each `interval_s` while dispatches wait for it. Mutable: by its timer."""
+
+    def __init__(self, now: Callable[[], float], interval_s: float) -> None:
+        self._now = now
+        self._interval_s = interval_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no dispatch waits, so that nothing is read."""
+        return self._timer is None
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._fired)
+
+    def _fired(self) -> None:
+        self._timer = None
+        if self._look(self._now()):
+            self._start()
+
+    @abstractmethod
+    def _look(self, now: float) -> bool:
+        """Read it. Returns whether dispatches still wait."""
+
+
+class FirstTokens(_Watch):
     """Finds in the cache map which prompts are computed, because the picker sees no first token.
 
     A worker publishes the last block of a prompt in the step that makes the first token, and computes prompts
@@ -161,17 +189,10 @@ class FirstTokens:
     """
 
     def __init__(self, caches: CacheMap, interval_s: float, now: Callable[[], float]) -> None:
+        super().__init__(now, interval_s)
         self._caches = caches
-        self._interval_s = interval_s
-        self._now = now
         self._waiting: dict[int, list[tuple[Expected, PickedDispatch]]] = {}
         """Slot -> the dispatches without a first token, in their order."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request waits, so that the map is not read."""
-        return self._timer is None
 
     def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
         """What the events of this worker will show; None if they show nothing about this prompt."""
@@ -191,16 +212,10 @@ class FirstTokens:
     def expect(self, expected: Expected, dispatch: PickedDispatch) -> None:
         """Report the first token of `dispatch` when the events show it."""
         self._waiting.setdefault(expected.slot, []).append((expected, dispatch))
-        self._arm()
+        self._start()
 
-    def _arm(self) -> None:
-        if self._timer is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
+    def _look(self, now: float) -> bool:
         self._caches.refresh(True)
-        now = self._now()
         for slot, waiting in list(self._waiting.items()):
             waiting = [each for each in waiting if each[1].waits]
             done = self._computed(waiting)
@@ -209,7 +224,7 @@ class FirstTokens:
             self._waiting[slot] = waiting[done:]
             if not waiting[done:]:
                 del self._waiting[slot]
-        self._arm()
+        return bool(self._waiting)
 
     def _computed(self, waiting: Sequence[tuple[Expected, PickedDispatch]]) -> int:
         """How many of a worker's prompts, from the first one, are computed. O(log prompts) lookups."""
@@ -239,7 +254,7 @@ ON_THE_WAY_S = 1.0
 """A request may need this long through Envoy and the worker's tokenizer until the engine has it."""
 
 
-class AssumedPrefills:
+class AssumedPrefills(_Watch):
     """Ends assumed prefills that are over by the engines' own figures.
 
     An engine begins prompts in the order in which it gets them. So when n requests wait there, all but the
@@ -248,29 +263,16 @@ class AssumedPrefills:
     """
 
     def __init__(self, now: Callable[[], float], interval_s: float = _READ_GAUGES_S) -> None:
-        self._now = now
-        self._interval_s = interval_s
+        super().__init__(now, interval_s)
         self._waiting: dict[Worker, list[tuple[float, Dispatch]]] = {}
         """The dispatches whose prefill is assumed to last, in their order, and when they were sent."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no prefill is assumed to last, so that nothing is read."""
-        return self._timer is None
 
     def expect(self, dispatch: Dispatch, now: float) -> None:
         """End the prefill of `dispatch`, sent `now`, when the engine's figures show that it is over."""
         self._waiting.setdefault(dispatch.worker, []).append((now, dispatch))
-        self._arm()
+        self._start()
 
-    def _arm(self) -> None:
-        if self._timer is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        now = self._now()
+    def _look(self, now: float) -> bool:
         for worker, dispatches in list(self._waiting.items()):
             worker.load.wait(now)  # assumed prefills end with the time
             waiting = [each for each in dispatches if each[1].is_queued and not each[1].is_finished]
@@ -285,7 +287,7 @@ class AssumedPrefills:
                 self._waiting[worker] = waiting
             else:
                 del self._waiting[worker]
-        self._arm()
+        return bool(self._waiting)
 
 
 class PickedDispatch(NamedTuple):

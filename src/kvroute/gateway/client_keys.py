@@ -39,7 +39,7 @@ _MINUTE_S = 60.0
 _SETTLE_S = 0.02
 """Pause between two messages to other processes about one key."""
 _MAX_SILENT = 1024
-"""Processes that are gone whose uses are remembered until they are heard again."""
+"""Most processes that are gone and whose last uses are kept until they send messages again."""
 _ROUNDING_S = 1e-6
 """Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499
@@ -394,7 +394,7 @@ class KeyRing:
             self.charge(use.key, part * requests, part * tokens)
 
     def _use_before_silence(self, peer: int | str, key: str) -> tuple[SharedUse, float]:
-        """What a process had used before it was gone, and the part of its use since that is charged."""
+        """What a process had used before it was gone, and which part of its later use to charge (0 to 1)."""
         gone_at, uses = self._silent[peer]
         # Limits refill within a minute, so of a longer silence only the last minute's part counts: a client
         # that stayed within its limits is not refused after it.

@@ -440,7 +440,7 @@ def exchange_with_roles(
 
 
 def _without_encodings(fields: bytes) -> bytes:
-    """The header lines without those of Accept-Encoding."""
+    """The header lines `fields`, except those of Accept-Encoding."""
     lower, at = fields.lower(), -1
     while (at := lower.find(_ENCODINGS, at + 1)) >= 0:
         if not at or lower[at - 1 : at] == b"\n":
@@ -534,7 +534,7 @@ def _is_failed_transfer(response: UpstreamResponse) -> bool:
 
 
 def _lines(handover: HandoverRecord) -> bytes:
-    """The `x-kvroute-*` lines of an answer that tell of the first leg."""
+    """The `x-kvroute-*` header lines about the first leg."""
     lines = (
         b"x-kvroute-prefill-worker: %b\r\nx-kvroute-prefill-hit-tokens: %d\r\n"
         b"x-kvroute-moved-tokens: %d\r\nx-kvroute-prefill-ms: %d\r\n"

@@ -109,7 +109,8 @@ class RouteHistory(Protocol):
     def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
         """As `acquire` and `release` for prompts that the worker holds, by their last keys.
 
-        Returns the places of those that it does not hold or this history cannot know; they change nothing.
+        Returns the positions in `lasts` of prompts that the worker does not hold, or that this history cannot
+        find by their last keys. For these nothing changes.
         """
         ...
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
-from types import MappingProxyType
 from typing import ClassVar, Final, Protocol
 
 import msgspec
@@ -29,17 +27,18 @@ from kvroute.openai.request import InferenceRequest
 PARAMS: Final = "kv_transfer_params"
 _XARGS: Final = "vllm_xargs"
 _ALLOWED_PREFIX: Final = "lmcache."
+_ONE, _NULL, _NO = Raw(b"1"), Raw(b"null"), Raw(b"false")
 _LEG_MEMBERS: Final = {
-    "max_completion_tokens": b"1",  # it counts before `max_tokens`, also for /invocations
-    "n": b"1",
-    "stream_options": b"null",
-    "min_tokens": b"0",
+    "max_completion_tokens": _ONE,  # it counts before `max_tokens`, also for /invocations
+    "n": _ONE,  # with more vLLM (0.32) keeps the blocks of the other answers until their lease ends
+    "stream_options": _NULL,
+    "min_tokens": Raw(b"0"),
     # Nobody sees this token. An engine's first request with logprobs compiles a kernel, and all other
     # requests wait meanwhile (vLLM 0.32, v1/sample/ops/logprobs.py): a prefill worker never needs it.
-    "logprobs": b"null",
-    "top_logprobs": b"null",
+    "logprobs": _NULL,
+    "top_logprobs": _NULL,
 }
-"""What the first leg has in place of these members of the client, if they are present."""
+"""Members of a client's request that the first leg has with these values instead."""
 _FORBIDDING: Final = frozenset(
     (
         "prompt_logprobs",
@@ -270,30 +269,22 @@ CONNECTORS: Final[dict[str, Connector]] = {each.name: each for each in (NixlPull
 
 def release_leg(connector: Connector, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
     """The body of a second leg whose only purpose is that the prefill worker frees its blocks: one token."""
-    members = dict(_one_token(request))
+    members = _one_token(request)
     if connector.needs_params:
         members[PARAMS] = _merged(body, request, params)
     return _with(body, request, members)
 
 
-def _one_token(request: InferenceRequest) -> Mapping[str, Raw]:
+def _one_token(request: InferenceRequest) -> dict[str, Raw]:
     """The members of a first leg: one token, not streamed, one answer."""
-    endpoint = request.endpoint
-    present = request.members.keys() & _LEG_MEMBERS.keys()
-    return _leg_members(endpoint.limits, endpoint.stores_response, frozenset(present))
-
-
-@lru_cache(maxsize=256)
-def _leg_members(
-    limits: tuple[str, ...], stores_response: bool, present: frozenset[str]
-) -> Mapping[str, Raw]:
-    # With `n` above 1 vLLM (0.32) keeps the blocks of the other answers until their lease ends.
-    members = {name: _LEG_MEMBERS[name] for name in sorted(present)}
-    members |= dict.fromkeys(limits, b"1")
-    members["stream"] = b"false"
-    if stores_response:
-        members["store"] = b"false"
-    return MappingProxyType({name: Raw(value) for name, value in members.items()})
+    endpoint, present = request.endpoint, request.members
+    members = {name: value for name, value in _LEG_MEMBERS.items() if name in present}
+    for name in endpoint.limits:
+        members[name] = _ONE
+    members["stream"] = _NO
+    if endpoint.stores_response:
+        members["store"] = _NO
+    return members
 
 
 def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) -> bytes:

@@ -56,7 +56,7 @@ _COPY_S: Final = 60.0
 """A copy that is not complete after this long is dropped."""
 _STORE_BYTES: Final = 32_768
 _MAX_RECENT: Final = 8192
-"""Objects of recent batches that are kept for the begin of a copy, whose sender may lack them."""
+"""Objects of recent batches that are kept for the beginning of a copy, whose sender may lack them."""
 _NOT_ASKED: Final = (Doubt.FOREIGN_HASHES, Doubt.REGISTERED_AGAIN)
 """No member knows more: whether the server was restarted, its next batch shows."""
 _NOT_FORWARDED: Final = (lmcache_controller.P2pLookup, lmcache_controller.FullSyncStatus)

@@ -66,6 +66,8 @@ _PASSED_S: Final = 3.5 * GATHER_S
 sent."""
 _MAX_INCOMPLETE: Final = 256
 """Questions for groups of keys, and prompts that wait for each of them."""
+_MAX_WAITING: Final = 1024
+"""Prompts that wait for all questions together: a long one has 4 KB of keys."""
 _ASK_AGAIN_S: Final = 2.0
 """A question that was not answered for this long is repeated with the next prompt that needs it."""
 _NO_KEYS: Final = array("Q")
@@ -390,8 +392,7 @@ class PeerDecisions:
             dispatch.finish(self._clock.now())
 
     def peer_gone(self, peer: PeerId) -> None:
-        """The process is gone: release its requests, because their ends would not be
-        received."""
+        """The process is gone: release its requests, because their ends would not be received."""
         now = self._clock.now()
         for dispatch in self._dispatches.pop(peer, {}).values():
             dispatch.finish(now)
@@ -469,8 +470,10 @@ class PeerDecisions:
             self._wanted.append(GroupsWanted(question.id, prompt.known))
             if len(self._questions) > _MAX_INCOMPLETE:
                 self._questions.popitem(last=False)
-        if isinstance(prompt, PromptSent) and len(question.prompts) < _MAX_INCOMPLETE:
-            question.prompts.append((worker_id, prompt))  # the history has no exact keys
+        prompts = sum(len(each.prompts) for each in self._questions.values())
+        has_room = prompts < _MAX_WAITING and len(question.prompts) < _MAX_INCOMPLETE
+        if has_room and isinstance(prompt, PromptSent):  # the history has no exact keys
+            question.prompts.append((worker_id, prompt))
 
     def _send_questions(self, peer: PeerId) -> None:
         """Send the questions of the message that was applied."""

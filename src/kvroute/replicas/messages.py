@@ -83,7 +83,7 @@ class Cleared(PeerMessage, frozen=True):
 
 
 class SlotForgotten(PeerMessage, frozen=True):
-    """A slot no longer exists: it reads from no holder of blocks."""
+    """A slot of the cache map no longer exists; no blocks belong to it."""
 
     slot: int
 

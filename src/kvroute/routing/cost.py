@@ -90,7 +90,7 @@ class Ranking(Sequence[Candidate]):
     _all: list[Candidate] | None
 
     def columns(self) -> tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[WorkerLoad]]:
-        """The ranked workers, in the order of the view; in their order the rows, matched tokens and loads.
+        """The ranked workers in the order of the view; in that order their rows, matched tokens and loads.
 
         For a caller that needs the costs of all workers and the candidates of few (`candidate`, `places`).
         """

@@ -386,7 +386,7 @@ def _may_compute(
     *,
     strict: bool,
 ) -> bool:
-    """Whether the worker may compute a prompt that should be moved: if there is no pair.
+    """Whether the worker may compute a prompt that must be moved: only if there is no pair of workers.
 
     `strict` does not keep a worker for both roles from it.
     """

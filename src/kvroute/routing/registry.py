@@ -52,7 +52,7 @@ class StrategyType(Protocol):
 
     @property
     def observes_dispatch(self) -> bool:
-        """Whether it must learn of every dispatch, also of other processes."""
+        """Whether it needs a call for every dispatch, those of other processes included."""
         ...
 
     def __call__(
