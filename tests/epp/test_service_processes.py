@@ -161,6 +161,7 @@ def in_turn(config: dict[str, Any]) -> dict[str, Any]:
     return one_filter(config)
 
 
+@pytest.mark.heavy
 async def test_pickers_that_share_route_as_one(run_pickers: RunPickers):
     """Envoy deals the turns of conversations between them."""
     options = SimOptions(time_scale=0.02, kv_events=False)
