@@ -169,7 +169,11 @@ static void get(client *c, const char *head) {
     size = snprintf(text, sizeof text,
                     "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name=\"%s\"} 0.0\n"
                     "# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{model_name=\"%s\"} 0.0\n"
-                    "# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{model_name=\"%s\"} 0.1\n",
+                    "# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{model_name=\"%s\"} 0.1\n"
+                    /* Room for all prompts of a scenario, also if each worker gets all of them (as with roles):
+                       eviction is not what the scenarios compare. */
+                    "# TYPE vllm:cache_config_info gauge\n"
+                    "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"250000\"} 1.0\n",
                     model, model, model);
   } else
     size = snprintf(text, sizeof text, "{\"status\":\"ok\",\"model_path\":\"%s\",\"served_model_name\":\"%s\","
