@@ -55,7 +55,7 @@ def request_of(body: object, path: str = CHAT):
 def test_the_first_leg_asks_for_one_token_in_one_piece(path, limits) -> None:
     request = request_of({"model": "m", "prompt": "x", "stream": True, "temperature": 0.5}, path)
 
-    first = json.loads(NixlPull().first_leg(request.body, request))
+    first = json.loads(NixlPull().first_leg(request.body, request).joined())
 
     assert first == {
         "model": "m",
@@ -72,7 +72,7 @@ def test_the_first_leg_drops_what_does_not_fit_one_token() -> None:
         {"n": 2, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "max_tokens": 9}
     )
 
-    first = json.loads(NixlPull().first_leg(request.body, request))
+    first = json.loads(NixlPull().first_leg(request.body, request).joined())
 
     assert (first["n"], first["stream_options"], first["min_tokens"], first["max_tokens"]) == (1, None, 0, 1)
 
@@ -87,8 +87,8 @@ def test_the_first_leg_drops_what_does_not_fit_one_token() -> None:
 def test_only_the_second_leg_asks_for_logprobs(path, body) -> None:
     request = request_of(body, path)
 
-    first = json.loads(NixlPull().first_leg(request.body, request))
-    second = json.loads(NixlPull().second_leg(request.body, request, GIVEN))
+    first = json.loads(NixlPull().first_leg(request.body, request).joined())
+    second = json.loads(NixlPull().second_leg(request.body, request, GIVEN).joined())
 
     assert [first[name] for name in ("logprobs", "top_logprobs") if name in body] == [None] * (len(body) - 1)
     assert {name: second[name] for name in body} == body
@@ -99,8 +99,8 @@ def test_the_json_of_other_members_stays_as_it_came() -> None:
     body = b'{ "messages" : ' + messages + b',"\\u0073tream" :true , "x":1.50, "y":1, "y":{ } }'
     request = request_of(body)
 
-    first = NixlPull().first_leg(body, request)
-    second = NixlPull().second_leg(body, request, GIVEN)
+    first = NixlPull().first_leg(body, request).joined()
+    second = NixlPull().second_leg(body, request, GIVEN).joined()
 
     start = b'{"messages":' + messages
     assert first.startswith(start + b',"stream":false,"x":1.50,"y":{ },')
@@ -112,7 +112,7 @@ def test_a_body_that_is_not_decoded_gets_its_members_appended_and_the_last_one_c
     request = request_of(body, COMPLETIONS)
     isolated_body = isolated(body, request, "space")
 
-    first = NixlPull().first_leg(isolated_body, request)
+    first = NixlPull().first_leg(isolated_body, request).joined()
 
     assert first.startswith(body[:-1])
     assert json.loads(first)["max_tokens"] == 1
@@ -128,7 +128,7 @@ def test_a_known_conversation_is_not_decoded_again() -> None:
     for _ in range(3):
         request = bodies.read(ENDPOINTS[CHAT], body)
 
-    leg = NixlPull().first_leg(body, request)
+    leg = NixlPull().first_leg(body, request).joined()
     first = json.loads(leg)
 
     assert leg.startswith(body[:-1]), "appended, and not encoded again"
@@ -143,8 +143,8 @@ def test_members_of_lmcache_and_of_key_spaces_stay_in_both_legs() -> None:
     request = request_of({"prompt": "x", "kv_transfer_params": {"lmcache.tag.user": "u"}}, COMPLETIONS)
     body = isolated(request.body, request, "space")
 
-    first = json.loads(NixlPull().first_leg(body, request))
-    second = json.loads(NixlPull().second_leg(body, request, GIVEN))
+    first = json.loads(NixlPull().first_leg(body, request).joined())
+    second = json.loads(NixlPull().second_leg(body, request, GIVEN).joined())
 
     own = {"lmcache.tag.user": "u", "lmcache.tag.kvroute": "space"}
     assert first["kv_transfer_params"] == own | ASKED
@@ -155,7 +155,7 @@ def test_members_of_lmcache_and_of_key_spaces_stay_in_both_legs() -> None:
 def test_empty_parameters_of_a_client_are_replaced(present) -> None:
     request = request_of({"prompt": "x", "kv_transfer_params": present}, COMPLETIONS)
 
-    second = NixlPull().second_leg(request.body, request, GIVEN)
+    second = NixlPull().second_leg(request.body, request, GIVEN).joined()
 
     assert second.count(b"kv_transfer_params") == 1
     assert json.loads(second)["kv_transfer_params"] == json.loads(GIVEN)
@@ -189,9 +189,9 @@ def test_a_released_second_leg_generates_one_token() -> None:
 def test_a_shared_cache_needs_no_parameters() -> None:
     request, connector = request_of({"prompt": "x", "max_tokens": 9}, COMPLETIONS), SharedCache()
 
-    assert json.loads(connector.first_leg(request.body, request))["max_tokens"] == 1
+    assert json.loads(connector.first_leg(request.body, request).joined())["max_tokens"] == 1
     assert connector.params_in(UNSET) == b""
-    assert connector.second_leg(request.body, request, b"") is request.body
+    assert connector.second_leg(request.body, request, b"") == (request.body, b"")
     assert set(CONNECTORS) == {"nixl", "shared_cache"}
 
 

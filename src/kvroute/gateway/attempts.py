@@ -158,11 +158,13 @@ class Attempts(Struct, eq=False):
         candidate: Candidate,
         listener: AnswerListener,
         fresh: bool = False,
-        body: bytes | None = None,
+        body: bytes | memoryview | None = None,
+        tail: bytes = b"",
         *,
         is_leg: bool = False,
     ) -> None:
-        """Send the request, with another `body` if it is given. `is_leg`: the answer is not streamed."""
+        """Send the request, with the body `body` and `tail` if they are given. `is_leg`: the answer is not
+        streamed."""
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
@@ -171,12 +173,12 @@ class Attempts(Struct, eq=False):
         transport = self._deps.transports.of(candidate.worker)
         try:
             head = transport.heads.encode(
-                plan.method, plan.target, fields, self._record.request_id, len(body)
+                plan.method, plan.target, fields, self._record.request_id, len(body) + len(tail)
             )
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
         self.response = response = transport.submit(
-            head, body, listener, fresh, plan.query.streamed and not is_leg
+            head, body, listener, fresh, plan.query.streamed and not is_leg, tail
         )
         if self._record.trace is not None and response.opening is not None:
             _trace_connect(self._record.trace, candidate.worker.id, response, self._deps.now)

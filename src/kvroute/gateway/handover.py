@@ -134,7 +134,8 @@ class HandoverAttempts(Attempts, kw_only=True):
         candidate: Candidate,
         listener: AnswerListener,
         fresh: bool = False,
-        body: bytes | None = None,
+        body: bytes | memoryview | None = None,
+        tail: bytes = b"",
         *,
         is_leg: bool = False,
     ) -> None:
@@ -143,18 +144,18 @@ class HandoverAttempts(Attempts, kw_only=True):
         elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
             self._send_second_leg(candidate, self._params, listener, fresh)
         else:
-            Attempts._send(self, candidate, listener, fresh, body, is_leg=is_leg)
+            Attempts._send(self, candidate, listener, fresh, body, tail, is_leg=is_leg)
 
     def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
         plan, prefill, fields, trace = self._plan, self._handover.prefill, self._fields, self._record.trace
         body = plan.body if plan.other_bodies is None else plan.body_for(prefill.worker.id)
-        body = self._connector.first_leg(body, self._request)
+        start, tail = self._connector.first_leg(body, self._request)
         if trace is not None:  # `Tracer.begin` has named the other worker's span
             self._fields = fields.replace(
                 b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
             )
         try:
-            Attempts._send(self, prefill, listener, fresh, body, is_leg=True)
+            Attempts._send(self, prefill, listener, fresh, start, tail, is_leg=True)
         finally:
             self._fields = fields
 
@@ -163,13 +164,13 @@ class HandoverAttempts(Attempts, kw_only=True):
     ) -> None:
         plan, record = self._plan, self._record.handover
         body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
-        body = self._connector.second_leg(body, self._request, params)
+        start, tail = self._connector.second_leg(body, self._request, params)
         self._began, query = self._deps.now(), plan.query
         assert record is not None
         record.moved_tokens = query.tokens - candidate.matched_tokens
         if query.streamed:  # the first byte of another answer comes with its end
             self._start_timer(self._options.decode_timeout_s, listener)
-        Attempts._send(self, candidate, listener, fresh, body)
+        Attempts._send(self, candidate, listener, fresh, start, tail)
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
         """The first leg's answer is complete, or broke off. Returns what a done leg reports."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -62,6 +62,7 @@ _JSON = BodyKind.JSON  # to look up an enum member in its class costs 80 ns each
 _KEY: Final = b'"%b"' % PARAMS.encode()
 _opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
+_has_member = re.compile(rb'\{[ \t\r\n]*"').match
 _structure = re.compile(rb'\n\n|\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
 _TAIL_BYTES: Final = 64
 """Enough for the name of the member with white space up to its value."""
@@ -82,6 +83,7 @@ class _Kept(Struct, gc=False):
 
 
 _decode_kept = msgspec.json.Decoder(_Kept).decode
+_CACHED: Final = b"remote_prefill_cached_tokens"
 
 
 def cached_tokens_in(params: bytes) -> int | None:
@@ -89,6 +91,8 @@ def cached_tokens_in(params: bytes) -> int | None:
 
     vLLM reports them there since 0.32, also without --enable-prompt-tokens-details.
     """
+    if _CACHED not in params:  # to decode the block ids of a long prompt costs as much as a short request
+        return None
     try:
         tokens = _decode_kept(params).remote_prefill_cached_tokens
     except UNREADABLE:
@@ -205,6 +209,16 @@ def can_hand_over(request: InferenceRequest) -> bool:
     )
 
 
+class LegBody(NamedTuple):
+    """The body of one leg: `start`, then `tail`. They are not joined, because that copies a large body."""
+
+    start: bytes | memoryview
+    tail: bytes = b""
+
+    def joined(self) -> bytes:
+        return b"".join(self)
+
+
 class Connector(Protocol):
     """How the KV of a prompt gets from one worker to another. A seam: `CONNECTORS` has all."""
 
@@ -214,7 +228,7 @@ class Connector(Protocol):
     """Whether the second leg needs parameters from the first leg's answer, and the prefill worker keeps
     blocks for it."""
 
-    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+    def first_leg(self, body: bytes, request: InferenceRequest) -> LegBody:
         """The body for the prefill worker, made from `body`, that of a whole request."""
         ...
 
@@ -222,7 +236,7 @@ class Connector(Protocol):
         """What `second_leg` needs from the first leg's answer, which has `params`; None if they lack it."""
         ...
 
-    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
         """The body for the decode worker."""
         ...
 
@@ -234,7 +248,7 @@ class NixlPull:
     description: ClassVar[str] = "vLLM's NixlConnector; the decode worker pulls"
     needs_params: ClassVar[bool] = True
 
-    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+    def first_leg(self, body: bytes, request: InferenceRequest) -> LegBody:
         return _with(body, request, {**_one_token(request), PARAMS: _merged(body, request, _FIRST_PARAMS)})
 
     def params_in(self, params: Raw | UnsetType) -> bytes | None:
@@ -242,7 +256,7 @@ class NixlPull:
         text = b"" if params is UNSET else bytes(params)
         return text if _has_members(text) else None
 
-    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
         return _with(body, request, {PARAMS: _merged(body, request, params)})
 
 
@@ -254,14 +268,14 @@ class SharedCache:
     description: ClassVar[str] = "both workers use one LMCache server or store"
     needs_params: ClassVar[bool] = False
 
-    def first_leg(self, body: bytes, request: InferenceRequest) -> bytes:
+    def first_leg(self, body: bytes, request: InferenceRequest) -> LegBody:
         return _with(body, request, _one_token(request))
 
     def params_in(self, params: Raw | UnsetType) -> bytes | None:
         return b""
 
-    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
-        return body
+    def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
+        return LegBody(body)
 
 
 CONNECTORS: Final[dict[str, Connector]] = {each.name: each for each in (NixlPull(), SharedCache())}
@@ -272,7 +286,7 @@ def release_leg(connector: Connector, body: bytes, request: InferenceRequest, pa
     members = _one_token(request)
     if connector.needs_params:
         members[PARAMS] = _merged(body, request, params)
-    return _with(body, request, members)
+    return _with(body, request, members).joined()
 
 
 def _one_token(request: InferenceRequest) -> dict[str, Raw]:
@@ -287,7 +301,7 @@ def _one_token(request: InferenceRequest) -> dict[str, Raw]:
     return members
 
 
-def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) -> bytes:
+def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) -> LegBody:
     """`body`, an object, with these members. The JSON of all others stays, but not the space between them."""
     known: Mapping[str, Raw] | None = None
     if body is request.body:
@@ -295,12 +309,11 @@ def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) ->
     elif len(body) <= _DECODED_BYTES:
         known = _decode_params(body)
     if known is not None:
-        return _encode({**known, **members})
+        return LegBody(_encode({**known, **members}))
     # To replace members would cost a decoding of the body. Of several members with one name the last one
     # counts, for Python's json (and so for vLLM) and msgspec.
     end = len(body.rstrip(_BLANK)) - 1
-    view = memoryview(body)
-    return b"".join([view[:end], b",", _encode(members)[1:-1], view[end:]])
+    return LegBody(memoryview(body)[:end], b"," + _encode(members)[1:])
 
 
 def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
@@ -320,4 +333,4 @@ def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
 
 def _has_members(text: bytes) -> bool:
     """Whether the valid JSON is an object that is not empty."""
-    return text.startswith(b"{") and text[1:].lstrip(_BLANK) != b"}"
+    return _has_member(text) is not None

@@ -42,9 +42,8 @@ def matched_tokens(
         length, block_tokens = prompt.tokens, prompt.block_tokens
         tokens = known = 0
         for index, blocks in held.items():
-            try:
-                place = places[index]
-            except KeyError:  # the holder is not in `workers`
+            place = places.get(index)
+            if place is None:  # the holder is not in `workers`: with roles it is on the other side
                 continue
             if blocks != known:  # otherwise the same figures as for the previous worker
                 known, tokens = blocks, int(blocks * block_tokens)

@@ -185,13 +185,14 @@ class UpstreamConnection(asyncio.Protocol):
     def start(
         self,
         head: bytes,
-        body: bytes,
+        body: bytes | memoryview,
         response: UpstreamResponse,
         timeout_s: float = 0.0,
         is_head_request: bool = False,
         is_streamed: bool = False,
+        tail: bytes = b"",
     ) -> None:
-        """Write a request; its answer goes to `response`.
+        """Write a request, whose body is `body` and then `tail`; its answer goes to `response`.
 
         The answer must start within `timeout_s`; 0 sets no limit. `is_streamed`: the request asks for a
         stream and is written immediately. Raises RuntimeError if the connection is closed or has an exchange.
@@ -218,7 +219,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_read_bytes = self._header_bytes = 0
         # A client waits for the first byte of a stream, so its request does not wait for other writes.
         send = write_now if is_streamed else self._send
-        if len(body) <= _JOIN_BODY_BYTES:
+        if tail:
+            transport.writelines((head, body, tail))
+        elif len(body) <= _JOIN_BODY_BYTES:
             send(transport, head + body)
         else:
             send(transport, head, body)

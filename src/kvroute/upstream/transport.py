@@ -229,30 +229,38 @@ class WorkerTransport(httpx.AsyncBaseTransport):
     def submit(
         self,
         head: bytes,
-        body: bytes,
+        body: bytes | memoryview,
         listener: AnswerListener,
         fresh: bool = False,
         is_streamed: bool = False,
+        tail: bytes = b"",
     ) -> UpstreamResponse:
         """Send one request without waiting; `listener` gets its answer or its failure.
 
-        For the data plane. `head` is complete (see `heads`), the method is not HEAD, and `is_streamed` says
-        whether the request asks for a stream. The timeouts are those of the options. Errors, `fresh` and the
-        end of the response are as for `send`. The listener is not called before this returns.
+        For the data plane. The body is `body`, then `tail`. `head` is complete (see `heads`), the method is
+        not HEAD, and `is_streamed` says whether the request asks for a stream. The timeouts are those of the
+        options. Errors, `fresh` and the end of the response are as for `send`. The listener is not called
+        before this returns.
         """
         response = UpstreamResponse(self._idle_timeout_s, listener)
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
-            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
+            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed, tail)
             return response
-        opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed))
+        opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed, tail))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
         response.opening = opening
         return response
 
     async def _open(
-        self, head: bytes, body: bytes, response: UpstreamResponse, fresh: bool, is_streamed: bool
+        self,
+        head: bytes,
+        body: bytes | memoryview,
+        response: UpstreamResponse,
+        fresh: bool,
+        is_streamed: bool,
+        tail: bytes,
     ) -> None:
         try:
             connection = await self._pool.acquire(
@@ -265,7 +273,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
             response.opening = None
-            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed)
+            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed, tail)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request of httpx, after reading its whole body. Raises httpx's exceptions.

@@ -33,7 +33,7 @@ class Outbox:
     def __init__(self) -> None:
         self.flushes = 0
         """How many times waiting writes were written."""
-        self._waiting: list[tuple[asyncio.Transport, bytes, bytes]] = []
+        self._waiting: list[tuple[asyncio.Transport, bytes, bytes | memoryview]] = []
         self._coalesces = False
         self._is_scheduled = False
         """`_end_iteration` is scheduled."""
@@ -43,7 +43,7 @@ class Outbox:
         self._single_writes = 0
         """Consecutive iterations with one write."""
 
-    def send(self, transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
+    def send(self, transport: asyncio.Transport, data: bytes, body: bytes | memoryview = b"") -> None:
         """Write `data` and then `body`, without joining them, by the end of this iteration.
 
         Needs a running event loop.
@@ -87,7 +87,7 @@ class Outbox:
         self.flush()
 
 
-def write_now(transport: asyncio.Transport, data: bytes, body: bytes = b"") -> None:
+def write_now(transport: asyncio.Transport, data: bytes, body: bytes | memoryview = b"") -> None:
     """Write `data` and then `body`, without joining them."""
     if body:
         transport.writelines((data, body))
