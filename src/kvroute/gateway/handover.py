@@ -437,7 +437,7 @@ def exchange_with_roles(
         _options=options,
         _connector=CONNECTORS[options.connector],
     )
-    return HandoverExchange(deps, plan, record, legs, screened, on_end)
+    return HandoverExchange(deps, plan, record, legs, screened, on_end, _legs=legs, _screen=screened)
 
 
 def _without_encodings(fields: bytes) -> bytes:
@@ -451,12 +451,16 @@ def _without_encodings(fields: bytes) -> bytes:
     return fields
 
 
-class HandoverExchange(Exchange):
+class HandoverExchange(Exchange, kw_only=True):
     """The exchange of a request with `RouteDecision.handover`. Mutable: see `Exchange`."""
 
+    _legs: HandoverAttempts
+    """`_attempts`."""
+    _screen: WithoutParams
+    """`_client`."""
+
     def answer_arrived(self, response: UpstreamResponse) -> None:
-        attempts = self._attempts
-        assert isinstance(attempts, HandoverAttempts)
+        attempts = self._legs
         if attempts.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
         elif response is attempts.response and response.is_over:
@@ -468,8 +472,7 @@ class HandoverExchange(Exchange):
 
     def _step(self, response: UpstreamResponse | None) -> None:
         """The answer of the first leg is there, or (None) a leg took too long."""
-        attempts = self._attempts
-        assert isinstance(attempts, HandoverAttempts)
+        attempts = self._legs
         try:
             if response is None:
                 attempts.timed_out(self)
@@ -494,8 +497,7 @@ class HandoverExchange(Exchange):
         self._deps.audit.answered(plan, handover.prefill, usage)
 
     def _start_answer(self, response: UpstreamResponse) -> None:
-        attempts = self._attempts
-        assert isinstance(attempts, HandoverAttempts)
+        attempts = self._legs
         if attempts.phase is _DECODE:
             has_failed = _is_failed_transfer(response)
             if has_failed and attempts.retry_without_blocks(self):
@@ -503,10 +505,9 @@ class HandoverExchange(Exchange):
             attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
             if attempts.has_moved:
                 self._deps.audit.audit.handed_over(self._record.worker, self._moved_tokens)
-            client, record = self._client, self._record.handover
-            assert isinstance(client, WithoutParams)
+            record = self._record.handover
             assert record is not None
-            client.lines = _lines(record)
+            self._screen.lines = _lines(record)
         Exchange._start_answer(self, response)
 
     @property
@@ -515,9 +516,8 @@ class HandoverExchange(Exchange):
 
     def _report_usage(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
         """See `Exchange`. The cached tokens of a second leg say nothing about the decode worker's cache."""
-        attempts, deps, plan = self._attempts, self._deps, self._plan
-        assert isinstance(attempts, HandoverAttempts)
-        if not attempts.has_moved:
+        deps, plan = self._deps, self._plan
+        if not self._legs.has_moved:
             Exchange._report_usage(self, candidate, before_last, last)
             return
         usage = usage_in(before_last, last)

@@ -292,12 +292,12 @@ def release_leg(connector: Connector, body: bytes, request: InferenceRequest, pa
 def _one_token(request: InferenceRequest) -> dict[str, Raw]:
     """The members of a first leg: one token, not streamed, one answer."""
     endpoint, present = request.endpoint, request.members
-    members = {name: value for name, value in _LEG_MEMBERS.items() if name in present}
-    for name in endpoint.limits:
-        members[name] = _ONE
+    members = dict.fromkeys(endpoint.limits, _ONE)
     members["stream"] = _NO
     if endpoint.stores_response:
         members["store"] = _NO
+    for name in _LEG_MEMBERS.keys() & present.keys():
+        members[name] = _LEG_MEMBERS[name]
     return members
 
 
