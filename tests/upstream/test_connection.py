@@ -266,6 +266,15 @@ async def test_a_request_for_a_stream_is_written_immediately_while_others_wait()
     outbox.flush()
 
 
+async def test_the_tail_of_a_body_follows_it() -> None:
+    bench = Bench()
+
+    body = memoryview(b'{"a":1}')[:-1]
+    bench.connection.start(b"head", body, UpstreamResponse(idle_timeout_s=0), tail=b',"b":2}')
+
+    assert bench.transport.written == b'head{"a":1,"b":2}'
+
+
 async def test_an_answer_without_framing_that_breaks_with_an_error_is_not_whole() -> None:
     bench = Bench()
     response = bench.start()
