@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # others.
 JOBS ?= 3
 # Not traced: tests that bound the CPU time and memory of whole processes, and generated input.
-UNTRACED := --ignore=tests/blackbox --ignore=tests/fuzz
+UNTRACED := tests/blackbox tests/fuzz
+PARALLEL = $(BIN)/pytest -n $(JOBS) --dist worksteal
 # Bytecode is compiled at installation even where the environment says not to write it: starts are
 # several times faster with it.
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
@@ -20,13 +21,21 @@ help: ## list the targets
 up: $(VENV)/.installed $(if $(TLS),$(VENV)/.installed-tls) ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2] [TLS=1]
 	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TLS),--tls)
 
-test: check ## lint, types, import layers, and every test except those with real engines
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load" --durations=20 --durations-min=3
+test: check ## lint, types, import layers, and every test except those with real engines [TRACED=1: with coverage]
+ifdef TRACED
+	@# Each test once: the traced ones, the heavy ones, and those of the folders that are not traced.
+	@$(MAKE) --no-print-directory coverage
+	$(PARALLEL) -m "heavy and not engine and not load" $(UNTRACED:%=--ignore=%)
+	$(PARALLEL) -m "not engine and not load" $(UNTRACED)
+else
+	$(PARALLEL) -m "not engine and not load" --durations=20 --durations-min=3
+endif
 	$(BIN)/pytest -m "load and not engine"
 
 coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick tests reach: 90% or more
 	@$(BIN)/coverage erase
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not engine and not load and not heavy" $(UNTRACED) --cov --cov-report= --cov-fail-under=0
+	$(PARALLEL) -m "not engine and not load and not heavy" $(UNTRACED:%=--ignore=%) --cov --cov-report= --cov-fail-under=0 \
+	  --durations=20 --durations-min=3
 	$(BIN)/coverage report
 
 test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
