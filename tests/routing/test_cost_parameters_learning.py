@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvroute.routing.cost_parameters import LARGE_TOKENS, LEAST_PREFILLS, Learned, PrefillFit, Speeds
+from kvroute.routing.cost_parameters import LEAST_PREFILLS, PrefillFit, Speeds
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.sim.fleet import ChatClients, ChatShape
@@ -176,17 +176,3 @@ def test_the_speeds_of_workers_are_taken_over() -> None:
 
     assert fresh.factors == measured.factors
     assert fresh.of(1) > fresh.of(0)
-
-
-def test_of_many_short_prefills_of_a_worker_some_are_recorded_and_all_long_ones() -> None:
-    learned = Learned()
-
-    short = [learned.wants(0, 100, 5.0 + 0.001 * step) for step in range(40)]
-    long = [learned.wants(0, LARGE_TOKENS, 5.05 + 0.001 * step) for step in range(5)]
-
-    assert 3 <= sum(short) <= 5
-    assert short[0]
-    assert all(long)
-    assert learned.wants(1, 100, 5.0)
-    learned.forget(0)
-    assert learned.wants(0, 100, 5.05)

@@ -164,7 +164,7 @@ class _Watch(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no dispatch waits, so that nothing is read."""
+        """Whether no dispatch waits for its first token. Then the timer is off."""
         return self._timer is None
 
     def _start(self) -> None:
@@ -178,7 +178,7 @@ class _Watch(ABC):
 
     @abstractmethod
     def _look(self, now: float) -> bool:
-        """Read it. Returns whether dispatches still wait."""
+        """Read the source once. Returns whether any dispatch still waits for its first token."""
 
 
 class FirstTokens(_Watch):

@@ -163,8 +163,10 @@ class Attempts(Struct, eq=False):
         *,
         is_leg: bool = False,
     ) -> None:
-        """Send the request, with the body `body` and `tail` if they are given. `is_leg`: the answer is not
-        streamed."""
+        """Send the request. `body` and `tail`, if they are given, are sent in place of its body.
+
+        `is_leg`: the answer is not streamed.
+        """
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
             fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)

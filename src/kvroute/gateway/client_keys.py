@@ -39,7 +39,7 @@ _MINUTE_S = 60.0
 _SETTLE_S = 0.02
 """Pause between two messages to other processes about one key."""
 _MAX_SILENT = 1024
-"""Most processes that are gone and whose last uses are kept until they send messages again."""
+"""Bound of the processes that are gone and whose last uses are kept, in case they send messages again."""
 _ROUNDING_S = 1e-6
 """Waits up to this are rounding errors."""
 _CLIENT_LEFT = 499

@@ -455,9 +455,9 @@ class HandoverExchange(Exchange, kw_only=True):
     """The exchange of a request with `RouteDecision.handover`. Mutable: see `Exchange`."""
 
     _legs: HandoverAttempts
-    """`_attempts`."""
+    """The same object as `_attempts`."""
     _screen: WithoutParams
-    """`_client`."""
+    """The same object as `_client`."""
 
     def answer_arrived(self, response: UpstreamResponse) -> None:
         attempts = self._legs

@@ -38,7 +38,7 @@ _LEG_MEMBERS: Final = {
     "logprobs": _NULL,
     "top_logprobs": _NULL,
 }
-"""Members of a client's request that the first leg has with these values instead."""
+"""If the client's request has one of these members, the first leg has this value in its place."""
 _FORBIDDING: Final = frozenset(
     (
         "prompt_logprobs",
@@ -296,8 +296,9 @@ def _one_token(request: InferenceRequest) -> dict[str, Raw]:
     members["stream"] = _NO
     if endpoint.stores_response:
         members["store"] = _NO
-    for name in _LEG_MEMBERS.keys() & present.keys():
-        members[name] = _LEG_MEMBERS[name]
+    for name, value in _LEG_MEMBERS.items():
+        if name in present:
+            members[name] = value
     return members
 
 

@@ -59,12 +59,9 @@ _RECENT_BLOCKS: Final = 4_000_000
 """Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
-_LATEST_S: Final = 6 * GATHER_S
-"""A dispatch is published within this time of its start while many requests end that soon, else within
-`GATHER_S`."""
-_YOUNG_S: Final = 0.75 * _LATEST_S
+_YOUNG_S: Final = 0.6 * GATHER_S
 """A younger dispatch waits for the next `OwnDecisions.take` while many requests end soon."""
-_PASSED_S: Final = 5.5 * GATHER_S
+_PASSED_S: Final = 3.5 * GATHER_S
 """A request that had ended before a `take` is sent with the first one after this time, or with what else is
 sent."""
 _MAX_INCOMPLETE: Final = 256
@@ -130,8 +127,8 @@ class OwnDecisions:
     def take(self, now: float, *, everything: bool = False) -> list[SharedMessage]:
         """The messages that are due at `now`. O(requests), and `KeyGroups.encode` of their keys.
 
-        A dispatch is published within `GATHER_S` of its start, or `_LATEST_S`. Of one that has ended already
-        only its share of the averages and its prompt are sent, with the next messages or after `_PASSED_S`.
+        A dispatch is published within `GATHER_S` of its start. Of one that has ended already only its share
+        of the averages and its prompt are sent, with the next messages or after `_PASSED_S`.
         """
         messages, passed, young = list[SharedMessage](), self._passed, list[OwnDispatch]()
         ended = running = 0
@@ -160,7 +157,7 @@ class OwnDecisions:
         elif self._passed_due == inf:
             self._passed_due = now + _PASSED_S
         if young:
-            self.due_at = young[0].started_at + _LATEST_S
+            self.due_at = young[0].started_at + GATHER_S
         else:
             self.due_at = now + GATHER_S if self._passed else None
         return messages
@@ -194,13 +191,18 @@ class OwnDispatch(msgspec.Struct, eq=False):
     candidate: Candidate
     started_at: float
     ended_at: float | None = None
-    has_first_token: bool = False
+    _has_first_token: bool = False
     number: int = 0
     """This process's number for a published request; 0: the others do not know it."""
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it counts for the averages of its worker, as in `Reservation.finish`."""
+        return self._has_first_token or not self.query.streamed
+
     def first_token(self, now: float, is_first: bool) -> None:
         if is_first:
-            self.has_first_token = True
+            self._has_first_token = True
             if self.number:
                 self._decisions.publish(FirstToken(self.number))
 
@@ -238,7 +240,7 @@ class OwnDispatch(msgspec.Struct, eq=False):
                 None if held is None else held.tokens,
             )
         ]
-        if self.has_first_token:
+        if self._has_first_token:
             messages.append(FirstToken(number))
         if self.ended_at is not None:
             messages.append(Finished(number))
@@ -249,18 +251,16 @@ def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> It
     """One message for each model and worker."""
     together: dict[tuple[str, str], list[OwnDispatch]] = {}
     for each in requests:
-        together.setdefault((each.query.model, each.candidate.worker.spec.id), []).append(each)
+        together.setdefault((each.query.model, each.candidate.worker.id), []).append(each)
     for (model, worker), some in together.items():
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
         all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
         for each in some:
-            query, ended_at = each.query, each.ended_at
-            # Whether it counts for the averages of its worker: as in `Reservation.finish`.
-            if ended_at is not None and (each.has_first_token or not query.streamed):
+            if each.is_answered and each.ended_at is not None:
                 answered += 1
                 prefill_s += each.candidate.prefill_s
-                stay_s += ended_at - each.started_at
-            for prompt in query.prompts:
+                stay_s += each.ended_at - each.started_at
+            for prompt in each.query.prompts:
                 keys = prompt.keys
                 known, fresh = encode(keys)
                 if known is not None and not fresh:

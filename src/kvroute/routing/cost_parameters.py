@@ -28,8 +28,6 @@ MEMORY = 0.998
 
 REFIT_EVERY = 10
 
-SAMPLE_EVERY_S = 0.01
-
 LARGE_TOKENS = 2048
 """Only prefills of at least this size count for a worker's speed; in smaller ones other work dominates."""
 
@@ -371,19 +369,6 @@ class Learned:
 
     def __init__(self) -> None:
         self.models: dict[str, LearnedModel] = {}
-        self._next: dict[int, float] = {}
-        """By worker: when its next prefill may be recorded."""
-
-    def wants(self, worker: int, miss: int, now: float) -> bool:
-        """Whether to record a prefill of `miss` tokens that the worker gets at `now`.
-
-        Of short ones it wants one in `SAMPLE_EVERY_S` for each worker: to record one costs as much as to
-        rank two workers. Long ones are rare and show the worker's speed.
-        """
-        if miss < LARGE_TOKENS and now < self._next.get(worker, 0.0):
-            return False
-        self._next[worker] = now + SAMPLE_EVERY_S
-        return True
 
     def fit(self, model: str) -> Fit | None:
         """The learned prefill times of a model; None until there are enough."""
@@ -420,7 +405,6 @@ class Learned:
 
     def forget(self, worker: int) -> None:
         """Drop the speed of a worker that has left; another worker may get its index."""
-        self._next.pop(worker, None)
         for known in self.models.values():
             known.speeds.forget(worker)
 

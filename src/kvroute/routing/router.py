@@ -431,8 +431,7 @@ class Router:
         worker = candidate.worker
         if self.learned is None or worker.load.queued or not query.prompts:
             return None
-        from_tiers = candidate.held is not None and candidate.terms.load  # others have no slower tiers
-        if from_tiers or not self.learned.wants(worker.index, query.tokens - candidate.matched_tokens, now):
+        if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
         return _PrefillSample(self.learned, query, worker.index, candidate.matched_tokens, costs, now)
