@@ -21,15 +21,8 @@ help: ## list the targets
 up: $(VENV)/.installed $(if $(TLS),$(VENV)/.installed-tls) ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2] [TLS=1]
 	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TLS),--tls)
 
-test: check ## lint, types, import layers, and every test except those with real engines [TRACED=1: with coverage]
-ifdef TRACED
-	@# Each test once: the traced ones, the heavy ones, and those of the folders that are not traced.
-	@$(MAKE) --no-print-directory coverage
-	$(PARALLEL) -m "heavy and not engine and not load" $(UNTRACED:%=--ignore=%)
-	$(PARALLEL) -m "not engine and not load" $(UNTRACED)
-else
+test: check ## lint, types, import layers, and every test except those with real engines
 	$(PARALLEL) -m "not engine and not load" --durations=20 --durations-min=3
-endif
 	$(BIN)/pytest -m "load and not engine"
 
 coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick tests reach: 90% or more

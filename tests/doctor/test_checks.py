@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from kvroute.doctor.checks import diagnose
+from kvroute.doctor.event_probe import why_closed
 from kvroute.doctor.observations import (
     CacheConfig,
     CacheServerSeen,
@@ -159,6 +161,18 @@ def test_an_event_address_of_the_workers_own_machine_is_explained():
     local = replace(one, endpoint="tcp://127.0.0.1:5557", trouble="refuses connections")
 
     assert "own machine only" in judged(replace(WORKER, streams=(local,)))["events-bound"].why
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:555565", "tcp://10.0.0.1:port", "tcp://[::1:5557"])
+def test_an_event_address_that_is_no_address_is_reported_with_the_reason(endpoint):
+    [one] = WORKER.streams
+    trouble = asyncio.run(why_closed(endpoint))
+    broken = replace(one, endpoint=endpoint, trouble=trouble)
+
+    found = judged(replace(WORKER, streams=(broken,)))["events-bound"]
+
+    assert endpoint in found.what
+    assert trouble.startswith("cannot be reached (")
 
 
 def test_an_old_worker_without_event_addresses_needs_them_configured():

@@ -153,7 +153,8 @@ async def test_missing_events_and_a_wrong_seed_are_named_and_the_printed_fixes_w
     # What the fix says, with free ports.
     printed = re.search(r"--kv-events-config '.*?'", found["events-off"]["fix"])
     assert printed is not None
-    flags = shlex.split(printed[0].replace("5557", str(site.events)).replace("5657", str(site.replay)))
+    ports = {"5557": str(site.events), "5657": str(site.replay)}
+    flags = shlex.split(re.sub("5[56]57", lambda port: ports[port[0]], printed[0]))
     transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     lmcache = {
         "PYTHONPATH": str(SHIM),

@@ -300,10 +300,11 @@ def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _ports(worker: WorkerSeen) -> tuple[int | str, ...]:
+def _ports(worker: WorkerSeen) -> tuple[str, ...]:
     """The ports of a worker's event streams, which two processes of a host cannot share; else its own."""
     addresses = [stream.endpoint for stream in worker.streams] or [worker.spec.url]
-    return tuple(urlsplit(address).port or address for address in addresses)
+    # The worker wrote its endpoints: a port may be no number.
+    return tuple(address.rpartition(":")[2] for address in addresses)
 
 
 def _adapters(deployment: Deployment, seen: Observations) -> Found:
@@ -378,7 +379,7 @@ def _events(deployment: Deployment, seen: Observations) -> Found:
 def _stream(worker: WorkerSeen, stream: Stream) -> Found:
     where = f"rank {stream.rank}, {stream.endpoint}"
     if stream.trouble:
-        host = urlsplit(stream.endpoint).hostname or ""
+        host = stream.endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
         local = host in ("127.0.0.1", "localhost", "::1") and host != (
             urlsplit(worker.spec.url).hostname or ""
         )

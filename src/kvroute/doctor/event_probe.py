@@ -41,10 +41,10 @@ class EventTap:
 
 async def why_closed(endpoint: str) -> str:
     """Why a connection to a ZMQ endpoint fails; "" if it succeeds or cannot be tried."""
-    address = urlsplit(endpoint)
-    if address.scheme != "tcp":
+    if not endpoint.startswith("tcp://"):
         return ""
     try:
+        address = urlsplit(endpoint)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(address.hostname, address.port)
     except TimeoutError:
