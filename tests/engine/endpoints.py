@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Endpoint:
         name = "kvroute_tier_bandwidth_bytes_per_second"
         seen = other_than
         async with asyncio.timeout(30):
-            while seen == other_than:
+            while isclose(seen, other_than):
                 await asyncio.sleep(0.1)
                 text = (await self.http.get(f"{self.url}/metrics")).text
                 shown = rf'^{name}\{{(?=.*worker="{worker}")(?=.*tier="{tier}").*\}} (\S+)$'

@@ -33,6 +33,7 @@ from kvroute.wire.lmcache_server import read_load_rates
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
+L2_GB_S = 0.125
 Prompts = Callable[[int], str]
 Say = Callable[[str], None]
 
@@ -41,8 +42,13 @@ Say = Callable[[str], None]
 async def endpoint(run_endpoint: Run, prompt: Prompts) -> AsyncIterator[Endpoint]:
     # Two engines keep a small machine's cores busy: neither Redis nor the tokenizer shall be given up for it.
     settings = {
-        # Here a prompt takes seconds, and not the 0.25 s of the defaults: a load from Redis is cheaper.
-        "routing": {"costs": {"token_us": 1600.0}},
+        # The costs of this machine, where a prompt takes seconds, and loads run at some 0.4 GB/s. With the
+        # 2 GB/s of the defaults for L2, the gateway would prefer a load from Redis that nobody has measured
+        # yet to one from an L1 that it has.
+        "routing": {
+            "costs": {"token_us": 1600.0},
+            "kvaware": {"tiers": {"l2_gb_s": L2_GB_S}},
+        },
         "lmcache": {
             "coordinator": {"enabled": True},
             "l2": {"timeout_ms": 2000},
@@ -164,7 +170,7 @@ async def test_how_fast_the_tiers_are_is_learned_from_the_servers(
         loaded = await endpoint.ask_the_other(prompt(seed), than=other)
         assert loaded.tiers == {"gpu": 0, "l1": 0, "l2": SHARED_TOKENS}
 
-    configured = {"l1": TransferOptions().l1_gb_s, "l2": TransferOptions().l2_gb_s}
+    configured = {"l1": TransferOptions().l1_gb_s, "l2": L2_GB_S}
     measured: dict[str, list[float]] = {"l1": [], "l2": []}
     learned: dict[str, list[float]] = {"l1": [], "l2": []}
     for worker in workers(endpoint):
