@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -164,9 +163,9 @@ def test_an_event_address_of_the_workers_own_machine_is_explained():
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:555565", "tcp://10.0.0.1:port", "tcp://[::1:5557"])
-def test_an_event_address_that_is_no_address_is_reported_with_the_reason(endpoint):
+async def test_an_event_address_that_is_no_address_is_reported_with_the_reason(endpoint):
     [one] = WORKER.streams
-    trouble = asyncio.run(why_closed(endpoint))
+    trouble = await why_closed(endpoint)
     broken = replace(one, endpoint=endpoint, trouble=trouble)
 
     found = judged(replace(WORKER, streams=(broken,)))["events-bound"]

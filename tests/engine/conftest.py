@@ -144,10 +144,10 @@ StartGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_process_per_core() -> Iterator[None]:
-    """Engines compute in the process of their core, as vLLM does by default on one GPU.
+    """The engine core computes in its own process, as vLLM does by default on one GPU.
 
-    On CPU, vLLM 0.32 gives the computing a process of its own, only to set its OpenMP threads. Without that
-    process a start takes 26 to 28 s of CPU time instead of 34 to 41 s (three starts each).
+    On CPU, vLLM 0.32 starts a worker process for it, only to set its OpenMP threads. Without that process a
+    start takes 26 to 28 s of CPU time instead of 34 to 41 s (three starts each).
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -227,7 +227,7 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         # The engines keep the cores busy: a prompt that is tokenized late is not decided by the map.
         "KVROUTE__TOKENS__TIMEOUT_MS": "5000",
     }
-    # These engines compute in a process of their own, as those of `kvroute up` do on CPU.
+    # These engines have the worker process of vLLM on CPU, as with `kvroute up`.
     environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     cores = tuple(sorted(os.sched_getaffinity(0)))
     facts = HostFacts(

@@ -300,11 +300,11 @@ def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _ports(worker: WorkerSeen) -> tuple[str, ...]:
+def _ports(worker: WorkerSeen) -> tuple[int | str, ...]:
     """The ports of a worker's event streams, which two processes of a host cannot share; else its own."""
-    addresses = [stream.endpoint for stream in worker.streams] or [worker.spec.url]
-    # The worker wrote its endpoints: a port may be no number.
-    return tuple(address.rpartition(":")[2] for address in addresses)
+    # Not parsed: the worker announces its endpoints itself, and `urlsplit` refuses a port like 555565.
+    ports = tuple(stream.endpoint.rpartition(":")[2] for stream in worker.streams)
+    return ports or (urlsplit(worker.spec.url).port or worker.spec.url,)
 
 
 def _adapters(deployment: Deployment, seen: Observations) -> Found:
