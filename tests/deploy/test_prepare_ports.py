@@ -4,7 +4,7 @@ import pytest
 from tests.support.sockets import listening
 
 from kvroute.deploy import prepare as ports_module
-from kvroute.deploy.prepare import FreePorts, free_ports, require_free_port
+from kvroute.deploy.prepare import SERVER_PORTS, FreePorts, free_ports, require_free_port
 from kvroute.errors import ConfigError
 
 
@@ -13,8 +13,11 @@ def test_a_port_in_use_is_reported() -> None:
         require_free_port("127.0.0.1", port)
 
 
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
+    ports = set(free_ports(20))
+
+    assert len(ports) == 20
+    assert ports <= set(SERVER_PORTS)
 
 
 def test_no_port_is_given_twice() -> None:

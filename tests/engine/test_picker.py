@@ -52,7 +52,7 @@ class Proxy:
 @asynccontextmanager
 async def proxy(engines: list[Engine], logs: Path, folder: Path) -> AsyncIterator[Proxy]:
     """Envoy with a picker that follows the engines' KV events."""
-    grpc, http, listener, admin = free_ports(4)
+    grpc, http = free_ports(2)
     argv = [sys.executable, "-m", "kvroute", "epp", "--host", "127.0.0.1", "--port", str(grpc)]
     argv += ["--http-port", str(http), "--strategy", "kvaware", "--set", "tokens.timeout_ms=5000"]
     for engine in engines:
@@ -60,10 +60,10 @@ async def proxy(engines: list[Engine], logs: Path, folder: Path) -> AsyncIterato
     env = {**os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
     spec = ChildSpec("picker", tuple(argv), env, logs / f"picker-{grpc}.log")
     site = EnvoySite(
-        listen=("127.0.0.1", listener),
+        listen=("127.0.0.1", 0),
         workers=[port_of(engine.url) for engine in engines],
         pickers=[("127.0.0.1", grpc)],
-        admin=("127.0.0.1", admin),
+        admin=("127.0.0.1", 0),
         is_open=False,
     )
     async with ChildProcess(spec, SystemClock()) as process:

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import httpx
 import pytest
 from tests.integration.conftest import ADMIN_KEY, Gateway, gateway
-from tests.support.sockets import free_port
 from tests.support.waiting import until
 
 from kvroute.app.config import Config
@@ -60,12 +60,18 @@ class Envoy:
 
 @asynccontextmanager
 async def run_envoy(config: dict[str, Any], folder: Path) -> AsyncIterator[Envoy]:
-    """Envoy with this configuration, which needs `admin`; ready to take requests."""
-    file = folder / f"envoy-{free_port()}.yaml"
+    """Envoy with this configuration, which needs `admin`; ready to take requests.
+
+    If the ports are 0, the kernel numbers them.
+    """
+    own = Path(mkdtemp(dir=folder))
+    file, admin_address = own / "envoy.yaml", own / "admin"
     file.write_text(envoy_text(config))
     words = [
         "-c",
         str(file),
+        "--admin-address-path",
+        str(admin_address),
         "--concurrency",
         "2",
         "--component-log-level",
@@ -73,23 +79,23 @@ async def run_envoy(config: dict[str, Any], folder: Path) -> AsyncIterator[Envoy
         "--use-dynamic-base-id",
     ]
     process = await asyncio.create_subprocess_exec(envoy_program(), *words)
-    listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"]
-    admin = f"http://127.0.0.1:{config['admin']['address']['socket_address']['port_value']}"
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{listener}", timeout=60, trust_env=False, limits=limits
-    ) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as client:
 
         async def is_live() -> bool:
             assert process.returncode is None, "Envoy ended"
             try:
-                return (await client.get(f"{admin}/ready")).status_code == 200
-            except httpx.TransportError:
+                return (await client.get(f"http://{admin_address.read_text()}/ready")).status_code == 200
+            except (FileNotFoundError, httpx.InvalidURL, httpx.TransportError):  # or the file is not whole
                 return False
 
         try:
             await until(is_live, within_s=START_S)
-            yield Envoy(f"http://127.0.0.1:{listener}", admin, client)
+            admin = f"http://{admin_address.read_text()}"
+            listeners = (await client.get(f"{admin}/listeners", params={"format": "json"})).json()
+            address = listeners["listener_statuses"][0]["local_address"]["socket_address"]
+            client.base_url = httpx.URL(f"http://127.0.0.1:{address['port_value']}")
+            yield Envoy(str(client.base_url).rstrip("/"), admin, client)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -186,10 +192,10 @@ def run_proxy(tmp_path: Path) -> RunProxy:
             picker = await stack.enter_async_context(gateway(config, is_picker=True))
             await picker.until_healthy(size)
             site = EnvoySite(
-                listen=("127.0.0.1", free_port()),
+                listen=("127.0.0.1", 0),
                 workers=[port_of(url) for url in (*urls, *also)],
                 pickers=[("127.0.0.1", picker.grpc_port)],
-                admin=("127.0.0.1", free_port()),
+                admin=("127.0.0.1", 0),
                 is_open=False,
             )
             envoy = await stack.enter_async_context(run_envoy(change(envoy_config(site)), tmp_path))

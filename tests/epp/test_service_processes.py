@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.blackbox.conftest import Process, spawn
 from tests.epp.conftest import SERVED, START_S, Envoy, one_filter, port_of, run_envoy
 from tests.support.redis import redis_server
-from tests.support.sockets import free_port
 from tests.support.waiting import until
 
+from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.render.envoy import EnvoySite, envoy_config
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -81,10 +81,8 @@ def run_pickers(tmp_path: Path) -> RunPickers:
         async with AsyncExitStack() as stack:
             sims = [await stack.enter_async_context(run_sim(options)) for _ in range(workers)]
             listed = [word for sim in sims for word in ("--worker", sim.url)]
-            free = set[int]()
-            while len(free) < 2 * count:  # the kernel may give a free port again
-                free.add(free_port())
-            ports = [(free.pop(), free.pop()) for _ in range(count)]
+            free = free_ports(2 * count)
+            ports = list(zip(free[:count], free[count:], strict=True))
             processes = [
                 await spawn(
                     stack, "epp", "--port", str(grpc), "--http-port", str(http), *listed, *settings,
@@ -96,10 +94,10 @@ def run_pickers(tmp_path: Path) -> RunPickers:
             for process in processes:
                 await process.logged("the endpoint picker listens on")
             site = EnvoySite(
-                listen=("127.0.0.1", free_port()),
+                listen=("127.0.0.1", 0),
                 workers=[port_of(sim.url) for sim in sims],
                 pickers=[("127.0.0.1", grpc) for grpc, _ in ports],
-                admin=("127.0.0.1", free_port()),
+                admin=("127.0.0.1", 0),
                 is_open=is_open,
             )
             envoy = await stack.enter_async_context(run_envoy(change(envoy_config(site)), tmp_path))

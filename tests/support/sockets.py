@@ -9,14 +9,15 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from kvroute.deploy.prepare import free_ports
+
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one connection."""
 
 
 def free_port() -> int:
-    """A TCP port on which no program listens at present."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return port_of(listener)
+    """A TCP port on which no program listens at present, and which the kernel gives to no other socket."""
+    return free_ports(1)[0]
 
 
 def port_of(listener: socket.socket | asyncio.Server) -> int:

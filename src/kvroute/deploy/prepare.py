@@ -67,13 +67,9 @@ def require_free_port(host: str, port: int, *, path: str = "port") -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Find `count` different free ports of the loopback interface."""
-    with ExitStack() as stack:
-        # All ports stay bound until the last one is found, so that they differ.
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(probe.getsockname()[1] for probe in probes)
+    """Find `count` different free ports of the loopback interface. Raises `ConfigError` if there are none."""
+    finder = FreePorts()
+    return tuple(finder.run() for _ in range(count))
 
 
 class FreePorts:
