@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import UNSET, Raw
 
 from kvroute.errors import InvalidRequest
+from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.kv_transfer import (
     CONNECTORS,
+    LegBody,
     NixlPull,
     ParamsMask,
     SharedCache,
@@ -21,6 +22,7 @@ from kvroute.openai.kv_transfer import (
     can_hand_over,
     check_params,
     release_leg,
+    split_params,
 )
 from kvroute.openai.prefix_cache import SeenBodies
 from kvroute.openai.request import parse_request
@@ -102,9 +104,8 @@ def test_the_json_of_other_members_stays_as_it_came() -> None:
     first = NixlPull().first_leg(body, request).joined()
     second = NixlPull().second_leg(body, request, GIVEN).joined()
 
-    start = b'{"messages":' + messages
-    assert first.startswith(start + b',"stream":false,"x":1.50,"y":{ },')
-    assert second == start + b',"stream":true,"x":1.50,"y":{ },"kv_transfer_params":' + GIVEN + b"}"
+    assert first.startswith(b'{"messages":' + messages + b',"stream":false,"x":1.50,"y":{ },')
+    assert second == body[:-1] + b',"kv_transfer_params":' + GIVEN + b"}"
 
 
 def test_a_body_that_is_not_decoded_gets_its_members_appended_and_the_last_one_counts() -> None:
@@ -170,11 +171,52 @@ def test_empty_parameters_of_a_client_are_replaced(present) -> None:
         (b"{ }", None),
         (b'"x"', None),
         (b"[1]", None),
-        (None, None),
+        (b"", None),
     ],
 )
 def test_the_parameters_of_an_answer_are_passed_on_byte_for_byte(params, found) -> None:
-    assert NixlPull().params_in(UNSET if params is None else Raw(params)) == found
+    assert NixlPull().params_in(params) == found
+
+
+AS_VLLM = b'{"do_remote_prefill":true,"remote_block_ids":[[4,5]],"remote_engine_id":"e"}'
+TEXT = b'"text":"\\"kv_transfer_params\\":{"'
+
+
+@pytest.mark.parametrize(
+    ("answer", "params"),
+    [
+        (
+            b'{"usage":{"prompt_tokens":3},%b,"kv_transfer_params":%b}' % (TEXT, AS_VLLM),
+            AS_VLLM,
+        ),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":%b}\n' % AS_VLLM, AS_VLLM),
+        (b'{"usage":{"prompt_tokens":3}, "kv_transfer_params": %b }' % AS_VLLM, AS_VLLM),
+        (b'{"kv_transfer_params":%b,"usage":{"prompt_tokens":3}}' % AS_VLLM, AS_VLLM),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":%b,"x":{}}' % AS_VLLM, AS_VLLM),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":%b}' % GIVEN, GIVEN),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":{"a":"}{"}}', b'{"a":"}{"}'),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":{"a":"{"}}', b'{"a":"{"}'),
+        (b'{"usage":{"prompt_tokens":3},"kv_transfer_params":null}', b"null"),
+        (b'{"usage":{"prompt_tokens":3},%b}' % TEXT, b""),
+    ],
+)
+def test_the_answer_of_a_first_leg_is_split(answer, params) -> None:
+    others, found = split_params(answer)
+
+    assert found == params
+    whole = json.loads(answer)
+    assert json.loads(others) in (
+        whole,
+        {name: whole[name] for name in whole if name != "kv_transfer_params"},
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_an_answer_of_a_first_leg_that_broke_off_is_unreadable(cut) -> None:
+    answer = b'{"usage":{"prompt_tokens":3},"kv_transfer_params":%b}' % AS_VLLM
+
+    with pytest.raises(UNREADABLE):
+        split_params(answer[:-cut])
 
 
 def test_a_released_second_leg_generates_one_token() -> None:
@@ -190,8 +232,8 @@ def test_a_shared_cache_needs_no_parameters() -> None:
     request, connector = request_of({"prompt": "x", "max_tokens": 9}, COMPLETIONS), SharedCache()
 
     assert json.loads(connector.first_leg(request.body, request).joined())["max_tokens"] == 1
-    assert connector.params_in(UNSET) == b""
-    assert connector.second_leg(request.body, request, b"") == (request.body, b"")
+    assert connector.params_in(b"") == b""
+    assert connector.second_leg(request.body, request, b"") == LegBody(request.body)
     assert set(CONNECTORS) == {"nixl", "shared_cache"}
 
 

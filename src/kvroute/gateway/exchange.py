@@ -149,7 +149,6 @@ class _Answer(Struct, gc=False):
     usage: AnswerUsage | None = None
 
 
-_new = tuple.__new__
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
@@ -170,10 +169,7 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     # Most engines omit it by default, and a search for a literal costs less than a pattern.
     cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
     completion = _completion_tokens(tail, start)
-    return _new(
-        Usage,
-        (int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0),
-    )
+    return Usage(int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0)
 
 
 def usage_of_whole(answer: bytes) -> Usage | None:
@@ -198,8 +194,7 @@ def usage_of(usage: AnswerUsage) -> Usage | None:
     cached = usage.cached_tokens if details is None else details.cached_tokens
     if cached is not None and cached < 0:
         cached = None
-    # Like `Usage(...)`, but without its constructor, which is Python code.
-    return _new(Usage, (tokens, cached, max(0, completion)))
+    return Usage(tokens, cached, max(0, completion))
 
 
 _MAX_CACHED_LINES = 4096
@@ -458,9 +453,8 @@ class Exchange(Struct, eq=False):
         if usage is not None:
             deps, plan = self._deps, self._plan
             self._record.usage = usage
-            prompt_tokens, cached_tokens, _ = usage
-            deps.estimator.observe(plan.model, plan.prompts, prompt_tokens)
-            if cached_tokens is not None or deps.audit.wants_all_answers:
+            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            if usage.cached_tokens is not None or deps.audit.wants_all_answers:
                 deps.audit.answered(plan, candidate, usage)
 
     def _worker_failed(self, error: UpstreamError) -> None:

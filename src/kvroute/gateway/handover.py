@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import cast
 
-import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType, field
+from msgspec import field
 from msgspec.structs import replace
 
 from kvroute.errors import (
@@ -37,12 +36,19 @@ from kvroute.errors import (
 )
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Forwarding
-from kvroute.gateway.exchange import AnswerUsage, Exchange, ExchangeDeps, usage_in, usage_of
+from kvroute.gateway.exchange import Exchange, ExchangeDeps, usage_in, usage_of_whole
 from kvroute.gateway.failures import InternalError
 from kvroute.gateway.journal import HandoverRecord, Record, Usage
 from kvroute.gateway.planner import RequestPlan
 from kvroute.openai.bounded import UNREADABLE
-from kvroute.openai.kv_transfer import CONNECTORS, Connector, ParamsMask, cached_tokens_in, release_leg
+from kvroute.openai.kv_transfer import (
+    CONNECTORS,
+    Connector,
+    ParamsMask,
+    cached_tokens_in,
+    release_leg,
+    split_params,
+)
 from kvroute.openai.request import InferenceRequest
 from kvroute.routing.prefill_decode import HandoverDispatch, PrefillDecodeOptions
 from kvroute.routing.strategy import Candidate, Handover, RouteDecision
@@ -72,16 +78,6 @@ class _Phase(Enum):
 
 
 _NEW, _PREFILL, _DECODE, _REST = _Phase  # to look up an enum member in its class costs 80 ns each time
-
-
-class _LegAnswer(Struct, gc=False):
-    """The answer of a first leg."""
-
-    usage: AnswerUsage | None = None
-    kv_transfer_params: Raw | UnsetType = UNSET
-
-
-_decode_leg = msgspec.json.Decoder(_LegAnswer).decode
 
 
 class _Discard:
@@ -149,13 +145,13 @@ class HandoverAttempts(Attempts, kw_only=True):
     def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
         plan, prefill, fields, trace = self._plan, self._handover.prefill, self._fields, self._record.trace
         body = plan.body if plan.other_bodies is None else plan.body_for(prefill.worker.id)
-        start, tail = self._connector.first_leg(body, self._request)
+        leg = self._connector.first_leg(body, self._request)
         if trace is not None:  # `Tracer.begin` has named the other worker's span
             self._fields = fields.replace(
                 b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
             )
         try:
-            Attempts._send(self, prefill, listener, fresh, start, tail, is_leg=True)
+            Attempts._send(self, prefill, listener, fresh, leg.start, leg.tail, is_leg=True)
         finally:
             self._fields = fields
 
@@ -164,13 +160,13 @@ class HandoverAttempts(Attempts, kw_only=True):
     ) -> None:
         plan, record = self._plan, self._record.handover
         body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
-        start, tail = self._connector.second_leg(body, self._request, params)
+        leg = self._connector.second_leg(body, self._request, params)
         self._began, query = self._deps.now(), plan.query
         assert record is not None
         record.moved_tokens = query.tokens - candidate.matched_tokens
         if query.streamed:  # the first byte of another answer comes with its end
             self._start_timer(self._options.decode_timeout_s, listener)
-        Attempts._send(self, candidate, listener, fresh, start, tail)
+        Attempts._send(self, candidate, listener, fresh, leg.start, leg.tail)
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
         """The first leg's answer is complete, or broke off. Returns what a done leg reports."""
@@ -186,18 +182,19 @@ class HandoverAttempts(Attempts, kw_only=True):
             return None
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(prefill.worker, status)
-        answer = params = None
-        if status == 200:
-            try:
-                answer = _decode_leg(response.take())
-            except UNREADABLE:
-                answer = _LegAnswer()
-            params = connector.params_in(answer.kv_transfer_params)
-        if answer is None or params is None:
-            self._fall_back("no_blocks" if status == 200 else "status", listener)
+        if status != 200:
+            self._fall_back("status", listener)
             return None
-        self._start_second_leg(params, listener)
-        usage = None if answer.usage is None else usage_of(answer.usage)
+        try:
+            answer, params = split_params(response.take())
+        except UNREADABLE:
+            answer, params = b"", b""
+        needed = connector.params_in(params)
+        if needed is None:
+            self._fall_back("no_blocks", listener)
+            return None
+        self._start_second_leg(needed, listener)
+        usage = usage_of_whole(answer)
         if usage is None:
             usage = Usage(plan.query.tokens, None)
         if usage.cached_tokens is None and params:

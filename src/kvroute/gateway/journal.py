@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct, field
 
@@ -33,7 +33,7 @@ _MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 """A lookup costs a tenth of formatting the number."""
 
 
-class Usage(NamedTuple):
+class Usage(Struct, frozen=True, gc=False):
     """Token counts that a worker reported in an answer.
 
     `cached_tokens` is None if the worker omits it (vLLM without --enable-prompt-tokens-details).
@@ -196,7 +196,9 @@ class Journal:
         record.ended = now
         if (use := record.use) is not None:
             usage = record.usage
-            prompt, completion = (record.tokens, None) if usage is None else (usage[0], usage[2])
+            prompt, completion = (
+                (record.tokens, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+            )
             use.end(now, prompt, completion, attempts=record.attempts, status=record.status)
         waiting = self._waiting
         waiting.append(record)
@@ -269,7 +271,7 @@ class Journal:
                     None if held is None else held.tokens,
                 )
                 if record.usage is not None:
-                    series.reported(record.usage[0], record.usage[1])
+                    series.reported(record.usage.prompt_tokens, record.usage.cached_tokens)
             if is_json:
                 written.append((wall, _fields(record, duration, strategy, reason)))
             elif lines is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import ClassVar, Final, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -52,7 +52,7 @@ _FORBIDDING: Final = frozenset(
 """Members with which the engine does not read its cache, or needs state that only one worker has."""
 _FALSE: Final = (b"null", b"false")
 _DECODED_BYTES: Final = 32_768
-"""A larger body that is not decoded yet gets members appended, not replaced."""
+"""A larger body that is not decoded yet gets members appended, not replaced; and it is not copied."""
 _BLANK: Final = b" \t\r\n"
 _FIRST_PARAMS: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -63,6 +63,7 @@ _KEY: Final = b'"%b"' % PARAMS.encode()
 _opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
 _has_member = re.compile(rb'\{[ \t\r\n]*"').match
+_COMPACT_MEMBER: Final = b",%b:" % _KEY
 _structure = re.compile(rb'\n\n|\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
 _TAIL_BYTES: Final = 64
 """Enough for the name of the member with white space up to its value."""
@@ -91,13 +92,31 @@ def cached_tokens_in(params: bytes) -> int | None:
 
     vLLM reports them there since 0.32, also without --enable-prompt-tokens-details.
     """
-    if _CACHED not in params:  # to decode the block ids of a long prompt costs as much as a short request
+    # To decode the block ids of a long prompt costs as much as a short request. `in` costs an exception more.
+    if params.find(_CACHED) < 0:
         return None
     try:
         tokens = _decode_kept(params).remote_prefill_cached_tokens
     except UNREADABLE:
         return None
     return tokens if tokens is None or tokens >= 0 else None
+
+
+def split_params(answer: bytes) -> tuple[bytes, bytes]:
+    """Split the answer of a first leg: an object with its other members, and its `kv_transfer_params`.
+
+    The second part is empty without them. Raises the errors in `UNREADABLE`; only the first part may be no
+    JSON.
+    """
+    # vLLM (0.32) writes them as the last member, without an object in them. To skip the block ids of a long
+    # prompt as JSON costs ten times as much as this.
+    at = answer.find(_COMPACT_MEMBER)
+    if at >= 0 and answer.endswith(b"}}"):
+        params = answer[at + len(_COMPACT_MEMBER) : -1]
+        if params.startswith(b"{") and params.find(b"}") == len(params) - 1 and params.count(b"{") == 1:
+            return answer[:at] + b"}", params
+    raw = _decode_body(answer).kv_transfer_params
+    return answer, b"" if raw is UNSET else bytes(raw)
 
 
 def check_params(request: InferenceRequest) -> None:
@@ -152,7 +171,7 @@ class ParamsMask(Struct):
         `part` has body bytes without the framing of chunks. Costs a search of `part`.
         """
         seen = self._tail + part
-        if not self._depth and (_KEY not in seen or _opening(seen) is None):
+        if not self._depth and (seen.find(_KEY) < 0 or _opening(seen) is None):
             self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
             return part
         out, at, tail = bytearray(part), 0, self._tail
@@ -209,14 +228,14 @@ def can_hand_over(request: InferenceRequest) -> bool:
     )
 
 
-class LegBody(NamedTuple):
+class LegBody(Struct, frozen=True, gc=False):
     """The body of one leg: `start`, then `tail`. They are not joined, because that copies a large body."""
 
     start: bytes | memoryview
     tail: bytes = b""
 
     def joined(self) -> bytes:
-        return b"".join(self)
+        return b"".join((self.start, self.tail))
 
 
 class Connector(Protocol):
@@ -232,8 +251,11 @@ class Connector(Protocol):
         """The body for the prefill worker, made from `body`, that of a whole request."""
         ...
 
-    def params_in(self, params: Raw | UnsetType) -> bytes | None:
-        """What `second_leg` needs from the first leg's answer, which has `params`; None if they lack it."""
+    def params_in(self, params: bytes) -> bytes | None:
+        """What `second_leg` needs from the first leg's answer; None if it lacks that.
+
+        `params`: its `kv_transfer_params`, empty without them.
+        """
         ...
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
@@ -249,14 +271,18 @@ class NixlPull:
     needs_params: ClassVar[bool] = True
 
     def first_leg(self, body: bytes, request: InferenceRequest) -> LegBody:
-        return _with(body, request, {**_one_token(request), PARAMS: _merged(body, request, _FIRST_PARAMS)})
+        members = _one_token(request)
+        members[PARAMS] = _merged(body, request, _FIRST_PARAMS)
+        return _with(body, request, members)
 
-    def params_in(self, params: Raw | UnsetType) -> bytes | None:
+    def params_in(self, params: bytes) -> bytes | None:
         # The object is passed on whole and unread: it has more members in each release.
-        text = b"" if params is UNSET else bytes(params)
-        return text if _has_members(text) else None
+        return params if _has_members(params) else None
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
+        if request.kv_transfer_params is None and body is request.body:
+            # There is nothing to replace, and to encode the block ids of a long prompt costs more than this.
+            return _appended(body, b"%b%b}" % (_COMPACT_MEMBER, params))
         return _with(body, request, {PARAMS: _merged(body, request, params)})
 
 
@@ -271,7 +297,7 @@ class SharedCache:
     def first_leg(self, body: bytes, request: InferenceRequest) -> LegBody:
         return _with(body, request, _one_token(request))
 
-    def params_in(self, params: Raw | UnsetType) -> bytes | None:
+    def params_in(self, params: bytes) -> bytes | None:
         return b""
 
     def second_leg(self, body: bytes, request: InferenceRequest, params: bytes) -> LegBody:
@@ -313,8 +339,15 @@ def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) ->
         return LegBody(_encode({**known, **members}))
     # To replace members would cost a decoding of the body. Of several members with one name the last one
     # counts, for Python's json (and so for vLLM) and msgspec.
+    return _appended(body, b"," + _encode(members)[1:])
+
+
+def _appended(body: bytes, tail: bytes) -> LegBody:
+    """`body`, an object that is not empty, with `tail`, further members, in place of its last bracket."""
     end = len(body.rstrip(_BLANK)) - 1
-    return LegBody(memoryview(body)[:end], b"," + _encode(members)[1:])
+    if end < _DECODED_BYTES:
+        return LegBody(body[:end] + tail)
+    return LegBody(memoryview(body)[:end], tail)
 
 
 def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
@@ -334,4 +367,4 @@ def _merged(body: bytes, request: InferenceRequest, params: bytes) -> Raw:
 
 def _has_members(text: bytes) -> bool:
     """Whether the valid JSON is an object that is not empty."""
-    return _has_member(text) is not None
+    return text.startswith(b'{"') or _has_member(text) is not None
