@@ -20,10 +20,10 @@ from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
+    EndedRequests,
     Finished,
     FirstToken,
     Message,
-    Passed,
     PeerId,
     SharedMessage,
 )
@@ -87,8 +87,8 @@ class Gateway:
                 self.peers.first_token(number, message.id)
             elif isinstance(message, Finished):
                 self.peers.finished(number, message.id)
-            elif isinstance(message, Passed):
-                self.peers.passed(number, message)
+            elif isinstance(message, EndedRequests):
+                self.peers.ended(number, message)
 
 
 class Gateways:

@@ -12,7 +12,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.mesh import GATHER_S
-from kvroute.replicas.messages import Passed
+from kvroute.replicas.messages import EndedRequests
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import RouteQuery
 
@@ -70,7 +70,7 @@ def test_answers_that_have_arrived_are_read_before_dispatches_are_published():
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         messages = runner.run(work())
 
-    assert [type(message) for message in messages] == [Passed]
+    assert [type(message) for message in messages] == [EndedRequests]
 
 
 def _pairs():

@@ -22,11 +22,11 @@ from kvroute.replicas.decisions import (
 from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
+    EndedRequests,
     Finished,
     FirstToken,
     Groups,
     GroupsWanted,
-    Passed,
     RecentPrompts,
     SessionForgotten,
     pack_keys,
@@ -87,8 +87,8 @@ class Gateway:
                 self.peers.first_token(1, message.id)
             elif isinstance(message, Finished):
                 self.peers.finished(1, message.id)
-            elif isinstance(message, Passed):
-                self.peers.passed(1, message)
+            elif isinstance(message, EndedRequests):
+                self.peers.ended(1, message)
             elif isinstance(message, SessionForgotten):
                 self.router.session_forgotten_by_peer(message.session_key)
         return messages
@@ -163,7 +163,7 @@ def test_requests_that_end_before_they_are_published_count_as_others(batch, cloc
             dispatch.first_token(clock.now())
         dispatch.finish(clock.now())
         if step % batch == 0:
-            assert {type(message) for message in other.receive(one)} == {Passed}
+            assert {type(message) for message in other.receive(one)} == {EndedRequests}
     other.receive(one)
 
     assert other.loads() == one.loads() == [(0.0, 0, 0, 0)] * 3
@@ -184,10 +184,10 @@ def test_what_has_ended_waits_for_other_messages(clock):
     assert one.own.due_at == clock.now() + GATHER_S
     running, _ = one.send("running " * 20)
     clock.time += GATHER_S
-    sent, passed = one.own.take(clock.now())
+    sent, ended = one.own.take(clock.now())
 
     assert isinstance(sent, Dispatched)
-    assert isinstance(passed, Passed)
+    assert isinstance(ended, EndedRequests)
     assert one.own.due_at is None
     running.finish(clock.now())
     assert one.own.take(clock.now()) == [Finished(sent.id)]
@@ -220,10 +220,10 @@ def test_a_request_that_has_just_begun_waits_while_others_end_soon(clock):
     assert one.own.due_at == begun_at + GATHER_S
     soon.finish(clock.now())
     clock.time = one.own.due_at
-    sent, passed = one.own.take(clock.now())
+    sent, ended = one.own.take(clock.now())
 
     assert isinstance(sent, Dispatched)
-    assert isinstance(passed, Passed)
+    assert isinstance(ended, EndedRequests)
     late.finish(clock.now())
     assert one.own.take(clock.now()) == [Finished(sent.id)]
 
@@ -258,7 +258,7 @@ def test_all_is_published_for_a_process_that_links(clock):
 
     messages = one.own.take(clock.now(), everything=True)
 
-    assert [type(message) for message in messages] == [Dispatched, Passed]
+    assert [type(message) for message in messages] == [Dispatched, EndedRequests]
     assert one.own.due_at is None
 
 
@@ -285,9 +285,9 @@ def test_a_prompt_that_is_sent_again_comes_to_the_history_of_another_worker(cloc
     other, text = Gateway("prefixaware", clock), f"{random.Random(3).getrandbits(40_000):x}"
     keys = pack_keys(block_keys(text.encode()))
     last = keys[-8:]
-    other.peers.passed(1, Passed("m", "w0", 1, 0.1, 0.1, 16.0, [None], [len(keys) // 8], keys))
+    other.peers.ended(1, EndedRequests("m", "w0", 1, 0.1, 0.1, 16.0, [None], [len(keys) // 8], keys))
     for worker in ("w1", "w2"):
-        other.peers.passed(1, Passed("m", worker, 1, 0.1, 0.1, 16.0, [], [], b"", last))
+        other.peers.ended(1, EndedRequests("m", worker, 1, 0.1, 0.1, 16.0, [], [], b"", last))
 
     assert {matched for _, matched in other.explained(text)} == {2 * len(keys)}
 
@@ -306,7 +306,7 @@ def test_a_request_is_released_although_it_began_before_its_link_and_ended_after
     assert other.loads() == [(0.0, 0, 0, 0)] * 3
 
 
-def test_requests_that_passed_at_an_unknown_worker_are_skipped(clock):
+def test_requests_that_ended_at_an_unknown_worker_are_skipped(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     other.fleet.apply("test", [])
     one.send("hello " * 50)[0].finish(clock.now())
@@ -316,7 +316,7 @@ def test_requests_that_passed_at_an_unknown_worker_are_skipped(clock):
     assert other.router.index_size().blocks == 0
 
 
-def test_prompts_of_passed_requests_with_unknown_keys_arrive_later(clock):
+def test_prompts_of_ended_requests_with_unknown_keys_arrive_later(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
@@ -459,10 +459,10 @@ def test_figures_that_do_not_fit_are_no_message(change):
         "block_tokens": 16.0,
     }
     keys = {"known": [None], "sizes": [1], "fresh": bytes(8)}
-    Passed(**whole | keys)
+    EndedRequests(**whole | keys)
 
     with pytest.raises(ValueError, match="do not fit"):
-        Passed(**whole | keys | change)
+        EndedRequests(**whole | keys | change)
 
 
 def test_unknown_groups_are_asked_for_once_for_all_prompts_that_begin_with_them(clock):

@@ -8,9 +8,9 @@ from kvroute.errors import WireError
 from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
+    EndedRequests,
     ExactSent,
     Finished,
-    Passed,
     PromptSent,
     Stored,
     pack_keys,
@@ -34,8 +34,10 @@ DISPATCHED = Dispatched(
     1,
     (48, 16, 0),
 )
-PASSED = Passed("m", "w0", 1, 0.5, 0.25, 16.0, [2**63, None], [1, 2], pack_keys([7, 8, 9]), pack_keys([5]))
-MESSAGES = [DISPATCHED, Finished(7), PASSED, Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
+ENDED = EndedRequests(
+    "m", "w0", 1, 0.5, 0.25, 16.0, [2**63, None], [1, 2], pack_keys([7, 8, 9]), pack_keys([5])
+)
+MESSAGES = [DISPATCHED, Finished(7), ENDED, Stored(1, 16, 2**64 - 1, pack_keys([5, 6]))]
 
 
 @given(st.lists(st.integers(0, 200), max_size=8))

@@ -39,6 +39,7 @@ from kvroute.replicas.messages import (
     AdminWorkerSpec,
     Dispatched,
     Ejected,
+    EndedRequests,
     Finished,
     FirstToken,
     Groups,
@@ -51,7 +52,6 @@ from kvroute.replicas.messages import (
     OverrideEntry,
     OverridesChanged,
     Owner,
-    Passed,
     PeerId,
     PlacedSessions,
     RecentPrompts,
@@ -253,7 +253,7 @@ class Replica:
             Dispatched: peers.dispatched,
             FirstToken: lambda peer, message: peers.first_token(peer, message.id),
             Finished: lambda peer, message: peers.finished(peer, message.id),
-            Passed: peers.passed,
+            EndedRequests: peers.ended,
             GroupsWanted: peers.groups_wanted,
             Groups: peers.groups,
             Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
@@ -441,7 +441,7 @@ class Replica:
         """A message of a batch of another gateway that did not arrive in time."""
         if isinstance(message, Dispatched):
             self._peer_decisions.missed(peer, message)
-        elif isinstance(message, Passed | Owner | SessionForgotten):
+        elif isinstance(message, EndedRequests | Owner | SessionForgotten):
             self.on_message(peer, message)
 
     def on_peer_gone(self, peer: PeerId) -> None:

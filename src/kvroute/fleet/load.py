@@ -143,7 +143,7 @@ class WorkerLoad:
         share = WINDOW_S if self._is_warm else max(_LEAST_SHARE, WINDOW_S - WINDOW_S * decay)
         return self._recent_s * (decay / share), self._recent_requests * (decay / share)
 
-    def passed(self, requests: int, prefill_s: float, stay_s: float, now: float) -> None:
+    def ended_elsewhere(self, requests: int, prefill_s: float, stay_s: float, now: float) -> None:
         """Account requests that have begun and ended elsewhere, and were answered: they count for the
         averages.
 

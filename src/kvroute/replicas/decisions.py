@@ -26,13 +26,13 @@ from kvroute.fleet.worker import Worker
 from kvroute.replicas.mesh import GATHER_S
 from kvroute.replicas.messages import (
     Dispatched,
+    EndedRequests,
     ExactSent,
     Finished,
     FirstToken,
     Groups,
     GroupsWanted,
     LearnedCosts,
-    Passed,
     PeerId,
     PromptSent,
     RecentPrompts,
@@ -61,7 +61,7 @@ _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
 _YOUNG_S: Final = 0.6 * GATHER_S
 """A younger dispatch waits for the next `OwnDecisions.take` while many requests end soon."""
-_PASSED_S: Final = 3.5 * GATHER_S
+_ENDED_S: Final = 3.5 * GATHER_S
 """A request that had ended before a `take` is sent with the first one after this time, or with what else is
 sent."""
 _MAX_INCOMPLETE: Final = 256
@@ -96,9 +96,9 @@ class OwnDecisions:
         self._wake = wake
         self._groups = groups
         self._gathered: list[SharedMessage | OwnDispatch] = []
-        self._passed: list[OwnDispatch] = []
-        self._passed_due = inf
-        """When `_passed` is sent with nothing else to send."""
+        self._ended: list[OwnDispatch] = []
+        self._ended_due = inf
+        """When `_ended` is sent with nothing else to send."""
         self._ends_soon = False
         """Whether a quarter of the requests that the last `take` found had ended."""
         self.due_at: float | None = None
@@ -128,9 +128,9 @@ class OwnDecisions:
         """The messages that are due at `now`. O(requests), and `KeyGroups.encode` of their keys.
 
         A dispatch is published within `GATHER_S` of its start. Of one that has ended already only its share
-        of the averages and its prompt are sent, with the next messages or after `_PASSED_S`.
+        of the averages and its prompt are sent, with the next messages or after `_ENDED_S`.
         """
-        messages, passed, young = list[SharedMessage](), self._passed, list[OwnDispatch]()
+        messages, done, young = list[SharedMessage](), self._ended, list[OwnDispatch]()
         ended = running = 0
         # A request that ends first costs each other process a tenth of one that they must account for.
         young_since = now - _YOUNG_S if self._ends_soon and not everything else inf
@@ -139,7 +139,7 @@ class OwnDecisions:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
             elif each.ended_at is not None and each.decision.strategy not in observed:
-                passed.append(each)
+                done.append(each)
                 ended += 1
             elif each.started_at > young_since and each.decision.strategy not in observed:
                 young.append(each)
@@ -149,17 +149,17 @@ class OwnDecisions:
         self._gathered = [*young]
         if ended or running:
             self._ends_soon = 3 * ended >= running
-        if passed and (messages or everything or now >= self._passed_due):
-            self._passed = []
-            messages += _passed_messages(passed, self._groups.encode)
-        if not self._passed:
-            self._passed_due = inf
-        elif self._passed_due == inf:
-            self._passed_due = now + _PASSED_S
+        if done and (messages or everything or now >= self._ended_due):
+            self._ended = []
+            messages += _ended_messages(done, self._groups.encode)
+        if not self._ended:
+            self._ended_due = inf
+        elif self._ended_due == inf:
+            self._ended_due = now + _ENDED_S
         if young:
             self.due_at = young[0].started_at + GATHER_S
         else:
-            self.due_at = now + GATHER_S if self._passed else None
+            self.due_at = now + GATHER_S if self._ended else None
         return messages
 
     def _published(self, dispatch: OwnDispatch) -> list[SharedMessage]:
@@ -247,7 +247,7 @@ class OwnDispatch(msgspec.Struct, eq=False):
         return messages
 
 
-def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Iterable[Passed]:
+def _ended_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Iterable[EndedRequests]:
     """One message for each model and worker."""
     together: dict[tuple[str, str], list[OwnDispatch]] = {}
     for each in requests:
@@ -275,7 +275,7 @@ def _passed_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> It
         block_tokens = tokens / blocks if blocks else 0.0
         packed = all_fresh.tobytes()
         figures = answered, prefill_s, stay_s, block_tokens
-        yield Passed(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
+        yield EndedRequests(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -346,18 +346,18 @@ class PeerDecisions:
         if dispatch is not None:
             dispatch.finish(self._clock.now())
 
-    def passed(self, peer: PeerId, sent: Passed) -> None:
+    def ended(self, peer: PeerId, sent: EndedRequests) -> None:
         """Apply requests of another process that have ended already: one step for the load of all of them."""
         worker = self._worker(sent.worker)
         if worker is None:
             return
         now, repeated = self._clock.now(), unpack_keys(sent.repeated)
         if sent.answered > 0:
-            worker.load.passed(sent.answered, sent.prefill_s, sent.stay_s, now)
+            worker.load.ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
         # Prompts that were sent before are most of a load test and of evaluations.
         self._groups.use_all(repeated)
         for place in self._router.not_repeated(worker, repeated):
-            self._prompt_passed(peer, sent, worker, repeated[place], _NO_KEYS, now)
+            self._replay(peer, sent, worker, repeated[place], _NO_KEYS, now)
         all_fresh, end = unpack_keys(sent.fresh), 0
         short: list[array[int]] = []
         for known, size in zip(sent.known, sent.sizes, strict=True):
@@ -366,20 +366,26 @@ class PeerDecisions:
             if known is None and 0 < size < GROUP_BLOCKS:
                 short.append(fresh)
             else:
-                self._prompt_passed(peer, sent, worker, known, fresh, now)
+                self._replay(peer, sent, worker, known, fresh, now)
         if short:
             for place in self._router.not_repeated(worker, [keys[-1] for keys in short]):
-                self._prompt_passed(peer, sent, worker, None, short[place], now)
+                self._replay(peer, sent, worker, None, short[place], now)
         self._send_questions(peer)
 
-    def _prompt_passed(
-        self, peer: PeerId, sent: Passed, worker: Worker, known: int | None, fresh: array[int], now: float
+    def _replay(
+        self,
+        peer: PeerId,
+        sent: EndedRequests,
+        worker: Worker,
+        known: int | None,
+        fresh: array[int],
+        now: float,
     ) -> None:
         keys = self._groups.decode(known, fresh)
         if keys is None:
             self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, sent.block_tokens))
         elif sent.block_tokens > 0:
-            self._router.passed_at_peer(worker, sent.model, keys, sent.block_tokens, now)
+            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, now)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)

@@ -267,7 +267,7 @@ class Dispatched(PeerMessage, frozen=True):
     tiers: tuple[int, int, int] | None
 
 
-class Passed(PeerMessage, frozen=True):
+class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of the first version name it
     """Requests of one model that the sender dispatched to a worker, and that ended before it was published.
 
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
@@ -292,7 +292,7 @@ class Passed(PeerMessage, frozen=True):
         has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
         # A figure that is no number would stay in a worker's averages for good.
         if not has_keys or len(self.repeated) % 8 or not all(0 <= each < inf for each in figures):
-            raise ValueError("the figures of requests that have passed do not fit")
+            raise ValueError("the figures of requests that have ended do not fit")
 
 
 class GroupsWanted(PeerMessage, frozen=True):
@@ -467,7 +467,7 @@ SharedMessage: TypeAlias = (
     Dispatched
     | FirstToken
     | Finished
-    | Passed
+    | EndedRequests
     | GroupsWanted
     | Groups
     | Owner

@@ -376,7 +376,7 @@ class Router:
             self.dispatch(query, decision, decision.ranking[0], now, learns=False),
         )
 
-    def passed_at_peer(
+    def ended_at_peer(
         self, worker: Worker, model: str, keys: Sequence[BlockKey], block_tokens: float, now: float
     ) -> None:
         """Account a request of a peer that has ended already, by the keys of its prompt."""
@@ -387,9 +387,9 @@ class Router:
         self.replay_prompt(worker, keys)
 
     def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
-        """As `passed_at_peer`, for the prompts that the history has already: `lasts` are their last keys.
+        """As `ended_at_peer`, for the prompts that the history has already: `lasts` are their last keys.
 
-        Returns the places of those that need `passed_at_peer`."""
+        Returns the places of those that need `ended_at_peer`."""
         if self.cache_value is not None:
             return range(len(lasts))
         return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
