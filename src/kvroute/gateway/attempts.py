@@ -162,10 +162,11 @@ class Attempts(Struct, eq=False):
         tail: bytes = b"",
         *,
         is_leg: bool = False,
+        limit_s: float = 0.0,
     ) -> None:
         """Send the request. `body` and `tail`, if they are given, are sent in place of its body.
 
-        `is_leg`: the answer is not streamed.
+        `is_leg`: the answer is not streamed. `limit_s`: see `WorkerTransport.submit`.
         """
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
@@ -180,7 +181,7 @@ class Attempts(Struct, eq=False):
         except ValueError as error:
             raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
         self.response = response = transport.submit(
-            head, body, listener, fresh, plan.query.streamed and not is_leg, tail
+            head, body, listener, fresh, plan.query.streamed and not is_leg, tail, limit_s
         )
         if self._record.trace is not None and response.opening is not None:
             _trace_connect(self._record.trace, candidate.worker.id, response, self._deps.now)

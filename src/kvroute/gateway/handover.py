@@ -20,7 +20,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import cast
 
 from msgspec import field
 from msgspec.structs import replace
@@ -32,6 +31,7 @@ from kvroute.errors import (
     GatewayError,
     NoResources,
     PoolExhausted,
+    ResponseTimeout,
     WorkerTimeout,
 )
 from kvroute.gateway.attempts import Attempts
@@ -100,7 +100,6 @@ class HandoverAttempts(Attempts, kw_only=True):
     _accounts: HandoverDispatch | None = None
     _began: float = 0.0
     """When the current leg was sent."""
-    _timer: asyncio.TimerHandle | None = None
     has_moved: bool = False
     """Whether the answer comes from a worker that has got the blocks."""
 
@@ -123,7 +122,6 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._accounts = deps.router.dispatch_handover(plan.query, plan.decision, self._began)
         if deps.on_sent is not None:
             deps.on_sent(plan.query, handover.prefill)
-        self._start_timer(self._options.prefill_timeout_s, listener)
 
     def _send(
         self,
@@ -134,13 +132,14 @@ class HandoverAttempts(Attempts, kw_only=True):
         tail: bytes = b"",
         *,
         is_leg: bool = False,
+        limit_s: float = 0.0,
     ) -> None:
         if self.phase is _PREFILL:
             self._send_first_leg(listener, fresh)
         elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
             self._send_second_leg(candidate, self._params, listener, fresh)
         else:
-            Attempts._send(self, candidate, listener, fresh, body, tail, is_leg=is_leg)
+            Attempts._send(self, candidate, listener, fresh, body, tail, is_leg=is_leg, limit_s=limit_s)
 
     def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
         plan, prefill, fields, trace = self._plan, self._handover.prefill, self._fields, self._record.trace
@@ -150,8 +149,9 @@ class HandoverAttempts(Attempts, kw_only=True):
             self._fields = fields.replace(
                 b"-%016x-01\r\n" % trace.worker_span_id, b"-%016x-01\r\n" % trace.prefill_span_id
             )
+        limit_s = self._options.prefill_timeout_s
         try:
-            Attempts._send(self, prefill, listener, fresh, leg.start, leg.tail, is_leg=True)
+            Attempts._send(self, prefill, listener, fresh, leg.start, leg.tail, is_leg=True, limit_s=limit_s)
         finally:
             self._fields = fields
 
@@ -164,9 +164,9 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._began, query = self._deps.now(), plan.query
         assert record is not None
         record.moved_tokens = query.tokens - candidate.matched_tokens
-        if query.streamed:  # the first byte of another answer comes with its end
-            self._start_timer(self._options.decode_timeout_s, listener)
-        Attempts._send(self, candidate, listener, fresh, leg.start, leg.tail)
+        # The first byte of an answer that is not streamed comes with its end.
+        limit_s = self._options.decode_timeout_s if query.streamed else 0.0
+        Attempts._send(self, candidate, listener, fresh, leg.start, leg.tail, limit_s=limit_s)
 
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
         """The first leg's answer is complete, or broke off. Returns what a done leg reports."""
@@ -178,7 +178,8 @@ class HandoverAttempts(Attempts, kw_only=True):
                 self._send_first_leg(listener, fresh=True)
                 return None
             self._report(prefill.worker, error)
-            self._fall_back(error.cause, listener)
+            is_late = isinstance(error, ResponseTimeout)
+            self._fall_back("prefill_timeout" if is_late else error.cause, listener)
             return None
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(prefill.worker, status)
@@ -206,8 +207,6 @@ class HandoverAttempts(Attempts, kw_only=True):
         assert self._accounts is not None
         assert record.handover is not None
         now = deps.now()
-        if self._timer is not None:
-            self._stop_timer()
         self._accounts.prefill_done(now)
         self._dispatch, self._accounts = self._accounts.decode, None
         record.handover.prefilled = now
@@ -224,8 +223,6 @@ class HandoverAttempts(Attempts, kw_only=True):
         deps, plan, record = self._deps, self._plan, self._record
         assert self.candidate is not None
         assert record.handover is not None
-        if self._timer is not None:
-            self._stop_timer()
         record.handover.moved, self.has_moved = now, has_moved
         self.phase = _REST
         if not has_moved:
@@ -249,6 +246,9 @@ class HandoverAttempts(Attempts, kw_only=True):
         if self.phase is _DECODE:
             assert self.response is not None
             error = self.response.error
+            if isinstance(error, ResponseTimeout) and self._plan.query.streamed:
+                self._decode_timed_out(error, listener)
+                return
             if not (isinstance(error, ConnectionLost) and error.reused):
                 assert error is not None
                 self._order(whole_first=False)
@@ -271,24 +271,16 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._fall_back("transfer", listener)
         return True
 
-    def timed_out(self, listener: AnswerListener) -> None:
-        """The leg in flight took too long. Raises WorkerTimeout if no retry is possible."""
-        self._timer = None
-        deps = self._deps
-        if self.phase is _PREFILL:
-            deps.health.report_failure(self._handover.prefill.worker, "prefill_timeout")
-            self._fall_back("prefill_timeout", listener)
-        elif self.phase is _DECODE:
-            assert self.candidate is not None
-            worker = self.candidate.worker
-            deps.health.report_failure(worker, "decode_timeout")
-            if not self._may_retry("decode_timeout"):
-                raise WorkerTimeout(f"Worker {worker.id!r} did not answer in time.")
-            self._fall_back("decode_timeout", listener, whole_first=False)
+    def _decode_timed_out(self, error: ResponseTimeout, listener: AnswerListener) -> None:
+        assert self.candidate is not None
+        worker = self.candidate.worker
+        self._report(worker, error)
+        if not self._may_retry("decode_timeout"):
+            raise WorkerTimeout(f"Worker {worker.id!r} did not answer in time.")
+        self._fall_back("decode_timeout", listener, whole_first=False)
 
     def release(self, now: float) -> None:
         """See `Attempts`. Blocks of a second leg that no worker has seen are freed."""
-        self._stop_timer()
         response = self.response
         if self.phase is _DECODE and response is not None and not response.is_over:
             if response.connection is None:  # it was never sent
@@ -362,17 +354,6 @@ class HandoverAttempts(Attempts, kw_only=True):
         )
         response = transport.submit(head, body, _Discard())
         asyncio.get_running_loop().call_later(_RELEASE_S, response.abort)
-
-    def _start_timer(self, seconds: float, listener: AnswerListener) -> None:
-        self._stop_timer()
-        if seconds > 0:
-            exchange = cast("HandoverExchange", listener)
-            self._timer = asyncio.get_running_loop().call_later(seconds, exchange.timed_out)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class WithoutParams(Forwarding):
@@ -461,26 +442,14 @@ class HandoverExchange(Exchange, kw_only=True):
         if attempts.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
         elif response is attempts.response and response.is_over:
-            self._step(response)
-
-    def timed_out(self) -> None:
-        """A leg took too long."""
-        self._step(None)
-
-    def _step(self, response: UpstreamResponse | None) -> None:
-        """The answer of the first leg is there, or (None) a leg took too long."""
-        attempts = self._legs
-        try:
-            if response is None:
-                attempts.timed_out(self)
-            else:
+            try:
                 self._first_leg_arrived(attempts, response)
-        except GatewayError as error:
-            self._fail(error)
-        except Exception:
-            # A defect must end this exchange only, and release its reservations.
-            log.exception("an exchange failed")
-            self._fail(InternalError("Internal error."))
+            except GatewayError as error:
+                self._fail(error)
+            except Exception:
+                # A defect must end this exchange only, and release its reservations.
+                log.exception("an exchange failed")
+                self._fail(InternalError("Internal error."))
 
     def _first_leg_arrived(self, attempts: HandoverAttempts, response: UpstreamResponse) -> None:
         usage = attempts.first_leg_arrived(response, self)

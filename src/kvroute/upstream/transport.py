@@ -234,20 +234,24 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         fresh: bool = False,
         is_streamed: bool = False,
         tail: bytes = b"",
+        limit_s: float = 0.0,
     ) -> UpstreamResponse:
         """Send one request without waiting; `listener` gets its answer or its failure.
 
         For the data plane. The body is `body`, then `tail`. `head` is complete (see `heads`), the method is
         not HEAD, and `is_streamed` says whether the request asks for a stream. The timeouts are those of the
-        options. Errors, `fresh` and the end of the response are as for `send`. The listener is not called
-        before this returns.
+        options; if `limit_s` is not 0, the answer must start within it, too. Errors, `fresh` and the end of
+        the response are as for `send`. The listener is not called before this returns.
         """
         response = UpstreamResponse(self._idle_timeout_s, listener)
+        timeout_s = self._first_byte_timeout_s
+        if limit_s and not 0.0 < timeout_s < limit_s:
+            timeout_s = limit_s
         connection = None if fresh else self._pool.take_idle()
         if connection is not None:
-            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed, tail)
+            connection.start(head, body, response, timeout_s, False, is_streamed, tail)
             return response
-        opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed, tail))
+        opening = asyncio.create_task(self._open(head, body, response, fresh, is_streamed, tail, timeout_s))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
         response.opening = opening
@@ -261,6 +265,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         fresh: bool,
         is_streamed: bool,
         tail: bytes,
+        timeout_s: float,
     ) -> None:
         try:
             connection = await self._pool.acquire(
@@ -273,7 +278,7 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             response.end(ConnectRefused(f"{self.origin}: {type(error).__name__}"))
         else:
             response.opening = None
-            connection.start(head, body, response, self._first_byte_timeout_s, False, is_streamed, tail)
+            connection.start(head, body, response, timeout_s, False, is_streamed, tail)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request of httpx, after reading its whole body. Raises httpx's exceptions.
