@@ -469,21 +469,17 @@ class HandoverExchange(Exchange, kw_only=True):
             if has_failed and attempts.retry_without_blocks(self):
                 return
             attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
-            if attempts.has_moved:
-                self._deps.audit.audit.handed_over(self._record.worker, self._moved_tokens)
             record = self._record.handover
             assert record is not None
+            if attempts.has_moved:
+                self._deps.audit.audit.handed_over(self._record.worker, record.moved_tokens)
             self._screen.lines = _lines(record)
         Exchange._start_answer(self, response)
 
-    @property
-    def _moved_tokens(self) -> int:
-        return 0 if self._record.handover is None else self._record.handover.moved_tokens
-
     def _report_usage(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
         """See `Exchange`. The cached tokens of a second leg say nothing about the decode worker's cache."""
-        deps, plan = self._deps, self._plan
-        if not self._legs.has_moved:
+        deps, plan, handover = self._deps, self._plan, self._record.handover
+        if handover is None or not self._legs.has_moved:
             Exchange._report_usage(self, candidate, before_last, last)
             return
         usage = usage_in(before_last, last)
@@ -491,7 +487,7 @@ class HandoverExchange(Exchange, kw_only=True):
             # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
             self._record.usage = Usage(usage.prompt_tokens, None, usage.completion_tokens)
             deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
-            deps.audit.fetched(plan, candidate, self._moved_tokens)
+            deps.audit.fetched(plan, candidate, handover.moved_tokens)
 
 
 def _is_failed_transfer(response: UpstreamResponse) -> bool:

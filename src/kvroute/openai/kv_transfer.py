@@ -113,7 +113,7 @@ def split_params(answer: bytes) -> tuple[bytes, bytes]:
     at = answer.find(_COMPACT_MEMBER)
     if at >= 0 and answer.endswith(b"}}"):
         params = answer[at + len(_COMPACT_MEMBER) : -1]
-        if params.startswith(b"{") and params.find(b"}") == len(params) - 1 and params.count(b"{") == 1:
+        if params.startswith(b"{") and params.find(b"{", 1) < 0 and params.find(b"}") == len(params) - 1:
             return answer[:at] + b"}", params
     raw = _decode_body(answer).kv_transfer_params
     return answer, b"" if raw is UNSET else bytes(raw)
@@ -322,9 +322,10 @@ def _one_token(request: InferenceRequest) -> dict[str, Raw]:
     members["stream"] = _NO
     if endpoint.stores_response:
         members["store"] = _NO
-    for name, value in _LEG_MEMBERS.items():
-        if name in present:
-            members[name] = value
+    if not _LEG_MEMBERS.keys().isdisjoint(present):
+        for name, value in _LEG_MEMBERS.items():
+            if name in present:
+                members[name] = value
     return members
 
 

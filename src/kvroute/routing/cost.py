@@ -273,7 +273,10 @@ class CostModel:
 
     def costs(self, model: str) -> Costs:
         """The configured costs, with the learned times in them once there are any."""
-        return self._update(model, self._learned.get(model)).costs
+        current = self._current.get(model)
+        if current is None or self._learned:
+            current = self._update(model, self._learned.get(model))
+        return current.costs
 
     def _update(self, model: str, learned: LearnedModel | None) -> _CurrentCosts:
         current, fit = self._current.get(model), None if learned is None else learned.prefills.fit

@@ -35,6 +35,7 @@ they go to the side where they wait less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Annotated, Final, overload
 
 from msgspec import Struct
@@ -208,13 +209,16 @@ def choose(
     """
     # As in `CostModel.rank`: floats for all workers, further objects for those that do the request.
     threshold, strict = options.threshold_tokens, options.strict
+    most_computed = inf if threshold is None or not can_move else threshold or 1
     if decode_side is None:
         return Choice((() if strict else prefill_side) or (), None, RouteReason.NO_DECODE_WORKER)
     workers, rows, matched, queues = decode_side.columns()
     places = (decode_side.first_place,) if keeps_first else decode_side.places()
     legs: Sequence[_Leg] = ()
+    best_leg = next_leg = None
     if can_move and tokens > 1 and prefill_side is not None:
         legs = _two_best_legs(prefill_side, tokens, costs, options)
+        best_leg, next_leg = legs[0], legs[-1]
     tie_share, tie_s = costs.tie_share, costs.tie_s
     # `Costs.prefill_s` of the last token.
     step_s = costs.token_s + costs.context_token_s * (tokens - 0.5) + costs.iteration_s
@@ -224,12 +228,10 @@ def choose(
     for place in places:
         worker, row = workers[place], rows[place]
         miss = tokens - matched[place] if matched else tokens
-        leg = None
-        for each in legs:
-            if each.worker is not worker:
-                leg = each
-                break
-        must_move = threshold is not None and miss > max(1, threshold) and can_move
+        leg = best_leg
+        if leg is not None and leg.worker is worker:
+            leg = None if next_leg is best_leg else next_leg
+        must_move = miss > most_computed
         if not must_move or (
             leg is None and _may_compute(place, places, workers, legs, prefill_side, strict=strict)
         ):
@@ -252,9 +254,10 @@ def choose(
     best, best_cost, leg_of_best = single, single_cost, None
     if leg_of_pair is not None:
         # The delay of later requests ranks the workers of one side only.
-        if single >= 0:
-            single_cost -= rows[single][3] / workers[single].share_at(now)
+        if leg_of_pair.row[3] and single >= 0:
             pair_cost -= leg_of_pair.row[3] / workers[pair].share_at(now)
+        if single >= 0 and rows[single][3]:
+            single_cost -= rows[single][3] / workers[single].share_at(now)
         # A pair needs a second request, so it must be better, and not only equal.
         if single < 0 or pair_cost < single_cost - tie_share * single_cost - tie_s:
             best, best_cost, leg_of_best = pair, pair_cost, leg_of_pair
@@ -358,14 +361,15 @@ def _two_best_legs(side: Ranking, tokens: int, costs: Costs, options: PrefillDec
             first, second, first_cost, second_cost = place, first, cost, first_cost
         elif second < 0 or cost < second_cost:
             second, second_cost = place, cost
-    legs = []
-    for place, cost in ((first, first_cost), (second, second_cost)):
-        if place >= 0:
-            row = rows[place]
-            wait_s, load_s = row[2], row[5] if len(row) > _SHORT_ROW else 0.0
-            ready_s = (wait_s if wait_s > load_s else load_s) + row[1]
-            legs.append(_Leg(workers[place], place, row, ready_s, cost - ready_s))
-    return legs
+    best = _leg(first, first_cost, workers, rows)
+    return (best,) if second < 0 else (best, _leg(second, second_cost, workers, rows))
+
+
+def _leg(place: int, cost: float, workers: Sequence[Worker], rows: Sequence[Row]) -> _Leg:
+    row = rows[place]
+    wait_s, load_s = row[2], row[5] if len(row) > _SHORT_ROW else 0.0
+    ready_s = (wait_s if wait_s > load_s else load_s) + row[1]
+    return _Leg(workers[place], place, row, ready_s, cost - ready_s)
 
 
 def _stall_s(
