@@ -389,10 +389,11 @@ async def test_a_prefill_worker_without_the_connector_is_noticed(run_fleet):
         assert gateway.metric("kvroute_handover_fallbacks_total", cause="no_blocks") == 1
 
 
-async def test_a_late_prefill_worker_is_not_awaited(run_fleet):
+@pytest.mark.parametrize("after_chunks", [None, 0])
+async def test_a_late_prefill_worker_is_not_awaited(after_chunks, run_fleet):
     limits = {"threshold_tokens": 256, "prefill_timeout_s": 0.05}
     async with run_fleet("pd", routing={"prefill_decode": limits}) as (gateway, (prefill, _)):
-        prefill.worker.faults.add(Fault(kind="hang", path=CHAT))
+        prefill.worker.faults.add(Fault(kind="hang", path=CHAT, after_chunks=after_chunks))
         answer = await ask(gateway)
 
         assert answer.status_code == 200

@@ -10,10 +10,12 @@ from msgspec.structs import replace
 
 from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.worker import WorkerRole
-from kvroute.routing.prefill_decode import HandoverLinks, PrefillDecodeOptions
+from kvroute.routing.cost import ranking_of
+from kvroute.routing.cost_parameters import CostOptions, Costs
+from kvroute.routing.prefill_decode import HandoverLinks, PrefillDecodeOptions, choose
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import RouteDecision, RouteReason
+from kvroute.routing.strategy import Candidate, RouteDecision, RouteReason
 
 LONG, SHORT = 8000, 200
 
@@ -191,6 +193,19 @@ def test_a_worker_for_both_is_no_pair_with_itself(fleet, ask) -> None:
 
     assert decision.handover.prefill.worker is view.workers[0]
     assert decision.ranking[0].worker is view.workers[1]
+
+
+def test_two_ranks_of_a_worker_for_both_are_no_pair(make_worker) -> None:
+    worker, links = make_worker(0), HandoverLinks(PrefillDecodeOptions(), 1)
+    rows = [(score, *[0.0] * 8) for score in (1.0, 2.0)]
+    ranks = ranking_of([Candidate(worker, row[0], 0, 0.0, row) for row in rows])
+
+    choice = choose(
+        LONG, ranks, ranks, links, Costs.of(CostOptions()), PrefillDecodeOptions(threshold_tokens=100), 0.0
+    )
+
+    assert choice.handover is None
+    assert choice.ranking[0].worker is worker
 
 
 def test_the_prefill_worker_that_holds_the_prefix_computes_the_rest(fleet, ask) -> None:

@@ -154,6 +154,9 @@ class HandoverAttempts(Attempts, kw_only=True):
             Attempts._send(self, prefill, listener, fresh, leg.start, leg.tail, is_leg=True, limit_s=limit_s)
         finally:
             self._fields = fields
+        assert self.response is not None
+        if limit_s and not 0.0 < self.response.idle_timeout_s < limit_s:
+            self.response.idle_timeout_s = limit_s  # for a worker that hangs within its answer
 
     def _send_second_leg(
         self, candidate: Candidate, params: bytes, listener: AnswerListener, fresh: bool = False

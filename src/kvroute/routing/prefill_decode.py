@@ -230,7 +230,9 @@ def choose(
         miss = tokens - matched[place] if matched else tokens
         leg = best_leg
         if leg is not None and leg.worker is worker:
-            leg = None if next_leg is best_leg else next_leg
+            leg = next_leg
+            if leg is not None and leg.worker is worker:  # the only leg, or another rank of the worker
+                leg = None
         must_move = miss > most_computed
         if not must_move or (
             leg is None and _may_compute(place, places, workers, legs, prefill_side, strict=strict)
