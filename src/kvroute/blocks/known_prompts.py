@@ -336,6 +336,8 @@ class KeyGroups:
             if before is None or (keys and before.size % GROUP_BLOCKS):
                 return None
             self.use(known)
+            if not keys:
+                return GroupedKeys(before)
         elif len(keys) < GROUP_BLOCKS:
             return cast("Sequence[BlockKey]", keys)
         last = self._add(before, keys)

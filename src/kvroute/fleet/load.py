@@ -270,6 +270,21 @@ class ReservationListener(Protocol):
     def finish(self, now: float) -> None: ...
 
 
+class BothListeners(NamedTuple):
+    """Calls both listeners, the first one before the second one."""
+
+    first: ReservationListener
+    second: ReservationListener
+
+    def first_token(self, now: float, is_first: bool) -> None:
+        self.first.first_token(now, is_first)
+        self.second.first_token(now, is_first)
+
+    def finish(self, now: float) -> None:
+        self.first.finish(now)
+        self.second.finish(now)
+
+
 class Reservation(Struct, eq=False):
     """One dispatched request's share of its worker's load.
 

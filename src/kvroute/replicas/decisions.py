@@ -227,7 +227,7 @@ class OwnDispatch(msgspec.Struct, eq=False):
                 query.model,
                 candidate.worker.id,
                 self.decision.strategy,
-                self.decision.reason.value,
+                self.decision.reason,
                 candidate is self.decision.ranking[0],
                 candidate.prefill_s,
                 query.tokens,
@@ -373,19 +373,13 @@ class PeerDecisions:
         self._send_questions(peer)
 
     def _replay(
-        self,
-        peer: PeerId,
-        sent: EndedRequests,
-        worker: Worker,
-        known: int | None,
-        fresh: array[int],
-        now: float,
+        self, peer: PeerId, sent: EndedRequests, worker: Worker, known: int | None, new: array[int], at: float
     ) -> None:
-        keys = self._groups.decode(known, fresh)
+        keys = self._groups.decode(known, new)
         if keys is None:
-            self._ask(peer, sent.worker, PromptSent(known, pack_keys(fresh), 0, sent.block_tokens))
+            self._ask(peer, sent.worker, PromptSent(known, pack_keys(new), 0, sent.block_tokens))
         elif sent.block_tokens > 0:
-            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, now)
+            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, at)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)
@@ -434,6 +428,12 @@ class PeerDecisions:
         if worker is None:
             return None
         now = self._clock.now()
+        if sent.tiers is None and len(prompts) < 2 and not exact and sent.strategy not in self._observed:
+            # The usual case. The objects below would cost as much as the accounting.
+            prompt = prompts[0] if prompts else None
+            return self._router.reserve_at_peer(
+                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now
+            )
         query = RouteQuery(
             model=sent.model,
             now=now,
@@ -456,7 +456,7 @@ class PeerDecisions:
         """The prompts whose keys are known here; the keys of the others are asked for."""
         prompts = list[PromptKeys]()
         for prompt in sent:
-            keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
+            keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh) if prompt.fresh else _NO_KEYS)
             if keys is None:
                 self._ask(peer, worker_id, prompt)
             else:

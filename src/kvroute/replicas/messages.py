@@ -531,6 +531,8 @@ PeerId: TypeAlias = int | str
 
 def pack_keys(keys: Sequence[int]) -> bytes:
     """Keys as unsigned 64-bit numbers, in the machine's byte order."""
+    if not keys:
+        return b""
     return (keys if isinstance(keys, array) and keys.typecode == "Q" else array("Q", keys)).tobytes()
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.blocks.keys import BlockKey, PromptKeys, Tier
-from kvroute.fleet.load import Reservation, ReservationListener
+from kvroute.fleet.load import BothListeners, Reservation, ReservationListener
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
@@ -129,21 +129,6 @@ class _Reservations(NamedTuple):
             self.of_rank.finish(now)
         for lease in self.leases:
             lease.release()
-
-
-class _ObservedAttempt(NamedTuple):
-    """Forwards the events of an attempt to its secondary reservations and to its observer."""
-
-    secondary: ReservationListener
-    observer: ReservationListener
-
-    def first_token(self, now: float, is_first: bool) -> None:
-        self.observer.first_token(now, is_first)
-        self.secondary.first_token(now, is_first)
-
-    def finish(self, now: float) -> None:
-        self.observer.finish(now)
-        self.secondary.finish(now)
 
 
 class _PrefillSample(Struct, frozen=True, gc=False):
@@ -355,11 +340,9 @@ class Router:
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
         if self._observer is not None and is_own:
-            observer, secondary = (
-                self._observer.dispatched(query, decision, candidate, now),
-                dispatch.listener,
-            )
-            dispatch.listener = observer if secondary is None else _ObservedAttempt(secondary, observer)
+            secondary = dispatch.listener
+            observer = self._observer.dispatched(query, decision, candidate, now)
+            dispatch.listener = observer if secondary is None else BothListeners(observer, secondary)
         return dispatch
 
     def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
@@ -376,6 +359,26 @@ class Router:
             self.dispatch(query, decision, decision.ranking[0], now, learns=False),
         )
 
+    def reserve_at_peer(
+        self,
+        worker: Worker,
+        model: str,
+        prefill_s: float,
+        tokens: int,
+        streamed: bool,
+        prompt: PromptKeys | None,
+        now: float,
+    ) -> Dispatch:
+        """As `dispatch`, for a peer's attempt without `held`, of a strategy that observes no dispatch."""
+        dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
+        worker.load.enter(dispatch, now)
+        if prompt is not None:
+            self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
+            if self.cache_value is not None:
+                self.cache_value.dispatched(worker.index, (prompt,), self._history, now, self.costs(model))
+            dispatch.lease = self._history.acquire(worker.index, prompt.keys)
+        return dispatch
+
     def ended_at_peer(
         self, worker: Worker, model: str, keys: Sequence[BlockKey], block_tokens: float, now: float
     ) -> None:
@@ -387,16 +390,13 @@ class Router:
         self.replay_prompt(worker, keys)
 
     def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
-        """As `ended_at_peer`, for the prompts that the history has already: `lasts` are their last keys.
-
-        Returns the places of those that need `ended_at_peer`."""
+        """As `ended_at_peer`, for the prompts with these last keys. Returns the places of unknown ones."""
         if self.cache_value is not None:
             return range(len(lasts))
         return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
-        """The worker's slot in this process's cache map, None if it has none; `rank` is None for the only
-        rank."""
+        """The worker's slot in this process's cache map or None; `rank` is None for the only rank."""
         places = self._views.caches.places(worker)
         if rank is None:
             return places[0].slot if len(places) == 1 else None
