@@ -167,7 +167,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._began, query = self._deps.now(), plan.query
         assert record is not None
         record.moved_tokens = query.tokens - candidate.matched_tokens
-        # The first byte of an answer that is not streamed comes with its end.
+        # An answer that is not streamed sends its first byte only when it is complete.
         limit_s = self._options.decode_timeout_s if query.streamed else 0.0
         Attempts._send(self, candidate, listener, fresh, leg.start, leg.tail, limit_s=limit_s)
 

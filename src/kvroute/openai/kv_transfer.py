@@ -52,7 +52,7 @@ _FORBIDDING: Final = frozenset(
 """Members with which the engine does not read its cache, or needs state that only one worker has."""
 _FALSE: Final = (b"null", b"false")
 _DECODED_BYTES: Final = 32_768
-"""A larger body that is not decoded yet gets members appended, not replaced; and it is not copied."""
+"""A larger body is not decoded for this: new members are added at its end, without a copy of the body."""
 _BLANK: Final = b" \t\r\n"
 _FIRST_PARAMS: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -103,10 +103,9 @@ def cached_tokens_in(params: bytes) -> int | None:
 
 
 def split_params(answer: bytes) -> tuple[bytes, bytes]:
-    """Split the answer of a first leg: an object with its other members, and its `kv_transfer_params`.
+    """Return the answer of a first leg, and the JSON of its `kv_transfer_params`; empty if it has none.
 
-    The second part is empty without them. Raises the errors in `UNREADABLE`; only the first part may be no
-    JSON.
+    The first part may lack the parameters, and it need not be valid JSON. Raises the errors in `UNREADABLE`.
     """
     # vLLM (0.32) writes them as the last member, without an object in them. To skip the block ids of a long
     # prompt as JSON costs ten times as much as this.
@@ -252,9 +251,9 @@ class Connector(Protocol):
         ...
 
     def params_in(self, params: bytes) -> bytes | None:
-        """What `second_leg` needs from the first leg's answer; None if it lacks that.
+        """The parameters for `second_leg`; None if the answer of the first leg does not have them.
 
-        `params`: its `kv_transfer_params`, empty without them.
+        `params`: the JSON of its `kv_transfer_params`; empty if it has none.
         """
         ...
 
@@ -344,7 +343,10 @@ def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) ->
 
 
 def _appended(body: bytes, tail: bytes) -> LegBody:
-    """`body`, an object that is not empty, with `tail`, further members, in place of its last bracket."""
+    """The JSON object `body`, which has members, with `tail` in place of its last bracket.
+
+    `tail`: a comma, further members and a bracket.
+    """
     end = len(body.rstrip(_BLANK)) - 1
     if end < _DECODED_BYTES:
         return LegBody(body[:end] + tail)

@@ -369,7 +369,7 @@ class Router:
         prompt: PromptKeys | None,
         now: float,
     ) -> Dispatch:
-        """As `dispatch`, for a peer's attempt without `held`, of a strategy that observes no dispatch."""
+        """As `dispatch` for a peer, if its candidate has no `held` and its strategy ignores dispatches."""
         dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
         worker.load.enter(dispatch, now)
         if prompt is not None:
@@ -390,13 +390,14 @@ class Router:
         self.replay_prompt(worker, keys)
 
     def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
-        """As `ended_at_peer`, for the prompts with these last keys. Returns the places of unknown ones."""
+        """As `ended_at_peer`, for known prompts by their last keys. Returns the places of the unknown
+        ones."""
         if self.cache_value is not None:
             return range(len(lasts))
         return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
-        """The worker's slot in this process's cache map or None; `rank` is None for the only rank."""
+        """The worker's slot in this process's cache map, if any; `rank` is None if it has only one."""
         places = self._views.caches.places(worker)
         if rank is None:
             return places[0].slot if len(places) == 1 else None
