@@ -114,7 +114,7 @@ class Bench:
 
     def _to_worker(self, connection: UpstreamConnection, data: bytes) -> None:
         if data.endswith(b"}"):
-            is_leg = bool(self.leg_answer) and b'"do_remote_decode":true' in data
+            is_leg = bool(self.leg_answer) and data.find(b'"do_remote_decode":true') >= 0
             self.loop.call_soon(self._feed, connection, self.leg_answer if is_leg else self.answer)
 
     def _feed(self, connection: UpstreamConnection, answer: list[bytes]) -> None:

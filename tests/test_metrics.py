@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.app.collectors import DeclaredFamilies
-from kvroute.metrics import Gauges, Metrics, gauge
-from kvroute.tallies import Spread
+from kvroute.metrics import Metrics
+from kvroute.tallies import Gauges, Spread, gauge
 
 BOUNDS = (0.5, 1.0, 2.0)
 VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lambda n: n / 8)), max_size=12)

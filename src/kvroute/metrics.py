@@ -104,40 +104,6 @@ class Series:
             first_byte.later(first_byte_s)
 
 
-class Gauges(Collector):
-    """A collector of metrics that are computed at each scrape.
-
-    Each source yields complete metric families. The runtime registers the collector once.
-    """
-
-    def __init__(self, *sources: Callable[[], Iterable[Metric]]) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterable[Metric]:
-        for source in self._sources:
-            yield from source()
-
-
-def gauge(
-    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
-) -> Metric:
-    """A gauge family read at scrape time, one row per label set."""
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
-
-
-def counter(
-    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
-) -> Metric:
-    """A counter family read at scrape time, one row per label set."""
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
-
-
 class Metrics(Collector):
     """All metric families of one gateway. Mutable: counts, and caches of children for fast lookups.
 

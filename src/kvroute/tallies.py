@@ -1,11 +1,16 @@
-"""Counters and histograms that are cheap to update: without locks, for use from one event loop only."""
+"""What metrics are made of: values that are cheap to update, and families that are computed at each scrape.
+
+The values have no locks: they are for use from one event loop only.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
@@ -112,3 +117,37 @@ class Family(Generic[_Child]):
             place = self.label_names.index(label)
             for values in [values for values in self.children if values[place] in names]:
                 del self.children[values]
+
+
+class Gauges(Collector):
+    """A collector of metrics that are computed at each scrape.
+
+    Each source yields complete metric families. The runtime registers the collector once.
+    """
+
+    def __init__(self, *sources: Callable[[], Iterable[Metric]]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterable[Metric]:
+        for source in self._sources:
+            yield from source()
+
+
+def gauge(
+    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
+) -> Metric:
+    """A gauge family read at scrape time, one row per label set."""
+    family = GaugeMetricFamily(name, help_text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def counter(
+    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
+) -> Metric:
+    """A counter family read at scrape time, one row per label set."""
+    family = CounterMetricFamily(name, help_text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family

@@ -15,7 +15,8 @@ from tests.support.memory import growth_bytes
 from kvroute.app.metrics_compat import VllmRouterMetrics, _HostUse
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.metrics import Gauges, Metrics
+from kvroute.metrics import Metrics
+from kvroute.tallies import Gauges
 
 DOCS = Path(__file__).parents[2] / "docs" / "migration" / "production-stack.md"
 

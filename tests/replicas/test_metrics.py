@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from kvroute.errors import WireError
-from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.replicas.metrics import (
     Page,
     PageCollector,
@@ -16,6 +16,7 @@ from kvroute.replicas.metrics import (
     persistent_part,
     read,
 )
+from kvroute.tallies import Gauges, counter, gauge
 
 
 def page(kind: str, name: str, *samples: tuple[str, float], label: str = "worker") -> Page:

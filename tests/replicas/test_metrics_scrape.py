@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvroute.metrics import Gauges, Metrics
+from kvroute.metrics import Metrics
 from kvroute.replicas.mesh import Mesh
 from kvroute.replicas.metrics import GatewayMetrics
+from kvroute.tallies import Gauges
 
 
 class SilentMember:

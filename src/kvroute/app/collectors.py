@@ -21,10 +21,11 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Ejection, HealthState
 from kvroute.logs import failed_lines
-from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.replicas.metrics import channel_metrics, link_metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import CacheMap
+from kvroute.tallies import Gauges, counter, gauge
 
 if TYPE_CHECKING:  # imported by a gateway with a map only: they load ZMQ and more
     from kvroute.events.ingest import StreamFigures

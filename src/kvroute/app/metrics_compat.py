@@ -20,8 +20,9 @@ from prometheus_client.registry import Collector
 
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet
-from kvroute.metrics import Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.options import Options, option
+from kvroute.tallies import counter, gauge
 
 _BUCKETS: Final = ("0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "30.0", "60.0", "120.0", "+Inf")
 """The bounds of that router's histograms; kvroute's own histograms have these bounds too."""

@@ -53,7 +53,7 @@ from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.tracing import Tracer, make_tracer
-from kvroute.metrics import DepartedSeries, Gauges, Metrics
+from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, channel_metrics, read
 from kvroute.routing.audit import Audit
@@ -61,6 +61,7 @@ from kvroute.routing.router import Observer, Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs, TokenWaitLimits, token_timeout_s
+from kvroute.tallies import Gauges
 from kvroute.tls import signatures
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.transport import AnyWorkerTransport, Transports

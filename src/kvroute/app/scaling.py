@@ -17,7 +17,7 @@ from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, access_of
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.options import FleetOptions
 from kvroute.fleet.worker import Worker, WorkerId
-from kvroute.metrics import Gauges, Metrics, counter, gauge
+from kvroute.metrics import Metrics
 from kvroute.routing.router import Router
 from kvroute.routing.scaling import (
     CacheValue,
@@ -27,6 +27,7 @@ from kvroute.routing.scaling import (
     due_patches,
     surplus,
 )
+from kvroute.tallies import Gauges, counter, gauge
 
 log = logging.getLogger(__name__)
 

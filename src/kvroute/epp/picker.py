@@ -21,9 +21,9 @@ from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.asgi import relay_body, stored_plan
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Downstream, Headers, field_pairs
+from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs
 from kvroute.gateway.exchange import CLIENT_LEFT
-from kvroute.gateway.journal import InFlightRequest, Record, trace_id_in
+from kvroute.gateway.journal import Record, trace_id_in
 from kvroute.gateway.planner import RequestPlan
 from kvroute.gateway.waiting import QueueEntry
 from kvroute.index.prefix_index import MapTrust

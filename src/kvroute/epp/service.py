@@ -38,8 +38,8 @@ from kvroute.epp.picker import OwnAnswer, Pick, PickAnswer, PickedRequest, Picke
 from kvroute.errors import BodyTooLarge, ConfigError, GatewayError, InvalidRequest, NotFound
 from kvroute.gateway.application import may_mislead
 from kvroute.gateway.asgi import Application, Message
-from kvroute.gateway.downstream import Headers, header
-from kvroute.gateway.journal import InFlightRequest, Record
+from kvroute.gateway.downstream import Headers, InFlightRequest, header
+from kvroute.gateway.journal import Record
 from kvroute.openai.endpoints import ENDPOINTS, ErrorShape
 from kvroute.tls import ServerTlsOptions, Signature, signatures
 

@@ -9,8 +9,7 @@ from http.cookies import CookieError, SimpleCookie
 
 from kvroute.errors import ConfigError, GatewayOverloaded, ShuttingDown, TooManyRequests, Unauthorized
 from kvroute.gateway.client_keys import KeyRing, KnownClient
-from kvroute.gateway.downstream import Headers, header
-from kvroute.gateway.journal import InFlightRequest
+from kvroute.gateway.downstream import Headers, InFlightRequest, header
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest
 

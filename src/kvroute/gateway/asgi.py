@@ -13,8 +13,8 @@ from typing import Any
 
 from kvroute.errors import BodyTooLarge, GatewayError, InvalidRequest, KvrouteError
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Downstream, Headers, field_pairs, header
-from kvroute.gateway.journal import InFlightRequest, Record
+from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs, header
+from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import RequestPlan, check_response_id
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.rewriting import check_response_owner

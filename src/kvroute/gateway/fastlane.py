@@ -21,9 +21,9 @@ from uvicorn.server import ServerState
 from kvroute.errors import GatewayError
 from kvroute.gateway.client_keys import KnownClient
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Headers
+from kvroute.gateway.downstream import Headers, InFlightRequest
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
-from kvroute.gateway.journal import InFlightRequest, Record
+from kvroute.gateway.journal import Record
 from kvroute.gateway.request_heads import PlainRequest, PlainRequests
 from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS

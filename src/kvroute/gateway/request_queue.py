@@ -16,8 +16,7 @@ from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.load import ReservationListener
 from kvroute.fleet.worker import Worker, WorkerFacts
-from kvroute.gateway.downstream import Headers, header
-from kvroute.gateway.journal import DelayedExchange, InFlightRequest
+from kvroute.gateway.downstream import DelayedExchange, Headers, InFlightRequest, header
 from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.metrics import Metrics
 from kvroute.openai.request import InferenceRequest

@@ -19,9 +19,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvroute.errors import WireError
-from kvroute.metrics import counter, gauge
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.mesh import Mesh
+from kvroute.tallies import counter, gauge
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 

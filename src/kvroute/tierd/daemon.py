@@ -25,7 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
-from kvroute.metrics import Gauges, counter, gauge
+from kvroute.tallies import Gauges, counter, gauge
 from kvroute.tierd.lower_levels import Peers
 from kvroute.tierd.options import TierdOptions
 from kvroute.tierd.pool import Counts, MemoryPool

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvroute.gateway.journal import PendingExchange
+from kvroute.gateway.downstream import PendingExchange
 
 
 class FakeExchange:
