@@ -219,7 +219,7 @@ class Metrics(Collector):
         self.retries = self._counter(
             "kvroute_retries", "Attempts that were repeated on another worker.", ["cause"]
         )
-        self.handovers = self._counter(
+        self._handovers = self._counter(
             "kvroute_handovers",
             "Answers of a worker to prompts that another worker computed.",
             ["worker", "prefill_worker"],
@@ -229,19 +229,19 @@ class Metrics(Collector):
             "Requests that one worker did as a whole, because handing over their prompt failed.",
             ["cause"],
         )
-        self.handover_tokens = self._counter(
+        self._handover_tokens = self._counter(
             "kvroute_handover_tokens", "Prompt tokens that workers got from others.", ["worker"]
         )
-        self.handover_computed = self._counter(
+        self._handover_computed = self._counter(
             "kvroute_handover_computed_tokens", "Prompt tokens that workers computed for others.", ["worker"]
         )
-        self.handover_prefill = self._histogram(
+        self._handover_prefill = self._histogram(
             "kvroute_handover_prefill_seconds",
             "Time of a prefill worker's part of a request, its queue included.",
             _LATENCY_S,
             ["worker"],
         )
-        self.handover_transfer = self._histogram(
+        self._handover_transfer = self._histogram(
             "kvroute_handover_transfer_seconds",
             "Time from the second part of a request to the first byte of its streamed answer.",
             _LATENCY_S,
@@ -362,6 +362,8 @@ class Metrics(Collector):
         self._series: dict[tuple[str, str, str, str, int, bool], Series] = {}
         self._before_collect: list[Callable[[], None]] = []
         self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
+        self._prefilled: dict[str, tuple[Spread, Tally]] = {}
+        self._handed_over: dict[tuple[str, str], tuple[Tally, Tally]] = {}
         registry.register(self)
 
     def series(
@@ -416,10 +418,39 @@ class Metrics(Collector):
         counted.value += 1.0
         errors.observe(error_tokens)
 
+    def prefilled(self, worker: str, seconds: float, computed_tokens: int) -> None:
+        """Count a prompt that a prefill worker has computed for another worker."""
+        known = self._prefilled.get(worker)
+        if known is None:
+            computed = self._handover_computed.labels(worker)
+            known = self._prefilled[worker] = self._handover_prefill.labels(worker), computed
+        duration, tokens = known
+        duration.later(seconds)
+        tokens.value += computed_tokens
+
+    def handed_over(
+        self, prefill_worker: str, worker: str, moved_tokens: int, transfer_s: float | None
+    ) -> None:
+        """Count an answer of `worker` to a prompt that `prefill_worker` has computed."""
+        key = worker, prefill_worker
+        known = self._handed_over.get(key)
+        if known is None:
+            known = self._handed_over[key] = (
+                self._handovers.labels(*key),
+                self._handover_tokens.labels(worker),
+            )
+        answers, tokens = known
+        answers.value += 1.0
+        tokens.value += moved_tokens
+        if transfer_s is not None:
+            self._handover_transfer.labels(worker).later(transfer_s)
+
     def forget_workers(self, names: Collection[str]) -> None:
         """Remove all series with these values of the label `worker`. O(all series)."""
         self._series = {key: series for key, series in self._series.items() if key[1] not in names}
         self._predicted = {key: known for key, known in self._predicted.items() if key[1] not in names}
+        self._prefilled = {key: known for key, known in self._prefilled.items() if key not in names}
+        self._handed_over = {key: known for key, known in self._handed_over.items() if key[0] not in names}
         for family in (*self._counters, *self._gauges):
             family.remove("worker", names)
         for histogram in self._histograms:

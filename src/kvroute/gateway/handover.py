@@ -43,6 +43,7 @@ from kvroute.gateway.planner import RequestPlan
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.kv_transfer import (
     CONNECTORS,
+    PARAMS_KEY,
     Connector,
     ParamsMask,
     cached_tokens_in,
@@ -91,37 +92,33 @@ class HandoverAttempts(Attempts, kw_only=True):
     """The attempts of a request with `RouteDecision.handover`. Mutable: see `Attempts`."""
 
     _request: InferenceRequest
-    _handover: Handover
+    handover: Handover
     _options: PrefillDecodeOptions
     _connector: Connector
+    progress: HandoverRecord
+    """The same object as `Record.handover`."""
     phase: _Phase = _NEW
     _params: bytes | None = None
     """Where the blocks are, from the first leg until the second one has begun or failed."""
     _accounts: HandoverDispatch | None = None
+    """Set while the first leg is in flight. `_dispatch` is that of the decode worker."""
     _began: float = 0.0
     """When the current leg was sent."""
-    has_moved: bool = False
-    """Whether the answer comes from a worker that has got the blocks."""
 
     def _send_to_next(self, listener: AnswerListener) -> None:
         if self.phase is not _NEW:
             Attempts._send_to_next(self, listener)
             return
-        deps, plan, record, handover = self._deps, self._plan, self._record, self._handover
-        answering = plan.decision.ranking[0]
+        deps, plan, record, handover = self._deps, self._plan, self._record, self.handover
+        answering, query = handover.answering, plan.query
         record.worker, record.attempts = answering.worker.spec.id, 1
         record.matched_tokens, record.held = answering.matched_tokens, answering.held
-        self.phase, self._began = _PREFILL, deps.now()
-        record.handover = HandoverRecord(
-            handover.prefill.worker.spec.id,
-            handover.moved_tokens,
-            handover.prefill.matched_tokens,
-            self._began,
-        )
+        self.phase, self._began = _PREFILL, query.now
         self._send_first_leg(listener)
-        self._accounts = deps.router.dispatch_handover(plan.query, plan.decision, self._began)
+        self._accounts = accounts = deps.router.dispatch_handover(query, plan.decision, query.now)
+        self._dispatch = accounts.decode
         if deps.on_sent is not None:
-            deps.on_sent(plan.query, handover.prefill)
+            deps.on_sent(query, handover.prefill)
 
     def _send(
         self,
@@ -136,13 +133,13 @@ class HandoverAttempts(Attempts, kw_only=True):
     ) -> None:
         if self.phase is _PREFILL:
             self._send_first_leg(listener, fresh)
-        elif self._params is not None and candidate.worker is not self._handover.prefill.worker:
+        elif self._params is not None and candidate.worker is not self.handover.prefill.worker:
             self._send_second_leg(candidate, self._params, listener, fresh)
         else:
             Attempts._send(self, candidate, listener, fresh, body, tail, is_leg=is_leg, limit_s=limit_s)
 
     def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
-        plan, prefill, fields, trace = self._plan, self._handover.prefill, self._fields, self._record.trace
+        plan, prefill, fields, trace = self._plan, self.handover.prefill, self._fields, self._record.trace
         body = plan.body if plan.other_bodies is None else plan.body_for(prefill.worker.id)
         leg = self._connector.first_leg(body, self._request)
         if trace is not None:  # `Tracer.begin` has named the other worker's span
@@ -154,19 +151,19 @@ class HandoverAttempts(Attempts, kw_only=True):
             Attempts._send(self, prefill, listener, fresh, leg.start, leg.tail, is_leg=True, limit_s=limit_s)
         finally:
             self._fields = fields
-        assert self.response is not None
-        if limit_s and not 0.0 < self.response.idle_timeout_s < limit_s:
-            self.response.idle_timeout_s = limit_s  # for a worker that hangs within its answer
+        response = self.response
+        assert response is not None
+        if limit_s and not 0.0 < response.idle_timeout_s < limit_s:
+            response.idle_timeout_s = limit_s  # for a worker that hangs within its answer
 
     def _send_second_leg(
         self, candidate: Candidate, params: bytes, listener: AnswerListener, fresh: bool = False
     ) -> None:
-        plan, record = self._plan, self._record.handover
+        plan = self._plan
         body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         leg = self._connector.second_leg(body, self._request, params)
         self._began, query = self._deps.now(), plan.query
-        assert record is not None
-        record.moved_tokens = query.tokens - candidate.matched_tokens
+        self.progress.moved_tokens = query.tokens - candidate.matched_tokens
         # An answer that is not streamed sends its first byte only when it is complete.
         limit_s = self._options.decode_timeout_s if query.streamed else 0.0
         Attempts._send(self, candidate, listener, fresh, leg.start, leg.tail, limit_s=limit_s)
@@ -174,7 +171,7 @@ class HandoverAttempts(Attempts, kw_only=True):
     def first_leg_arrived(self, response: UpstreamResponse, listener: AnswerListener) -> Usage | None:
         """The first leg's answer is complete, or broke off. Returns what a done leg reports."""
         deps, plan, connector = self._deps, self._plan, self._connector
-        prefill, error, status = self._handover.prefill, response.error, response.status
+        prefill, error, status = self.handover.prefill, response.error, response.status
         if error is not None:
             if isinstance(error, ConnectionLost) and error.reused and self._may_retry("stale_connection"):
                 # The worker closed an idle connection while the request was sent: no failure of the worker.
@@ -202,47 +199,43 @@ class HandoverAttempts(Attempts, kw_only=True):
         if usage is None:
             usage = Usage(plan.query.tokens, None)
         if usage.cached_tokens is None and params:
-            return Usage(usage.prompt_tokens, cached_tokens_in(params), usage.completion_tokens)
+            usage = Usage(usage.prompt_tokens, cached_tokens_in(params), usage.completion_tokens)
+        self.progress.cached_tokens = usage.cached_tokens
         return usage
 
     def _start_second_leg(self, params: bytes, listener: AnswerListener) -> None:
-        deps, plan, record = self._deps, self._plan, self._record
-        assert self._accounts is not None
-        assert record.handover is not None
+        deps, progress, accounts, candidate = (
+            self._deps,
+            self.progress,
+            self._accounts,
+            self.handover.answering,
+        )
+        assert accounts is not None
         now = deps.now()
-        self._accounts.prefill_done(now)
-        self._dispatch, self._accounts = self._accounts.decode, None
-        record.handover.prefilled = now
-        record.handover.prefill_s = spent_s = now - self._began
-        deps.metrics.handover_prefill.labels(record.handover.prefill_worker).observe(spent_s)
-        candidate = self.candidate = plan.decision.ranking[0]
-        self.phase, self._params = _DECODE, params
+        accounts.prefill_done(now)
+        self._accounts = None
+        progress.prefilled, progress.prefill_s = now, now - self._began
+        self.candidate, self.phase, self._params = candidate, _DECODE, params
         self._send_second_leg(candidate, params, listener)
         if deps.on_sent is not None:
-            deps.on_sent(plan.query, candidate)
+            deps.on_sent(self._plan.query, candidate)
 
     def answer_begins(self, now: float, *, has_moved: bool) -> None:
         """The first byte of the second leg's answer has arrived. `has_moved`: the blocks are there, too."""
-        deps, plan, record = self._deps, self._plan, self._record
-        assert self.candidate is not None
-        assert record.handover is not None
-        record.handover.moved, self.has_moved = now, has_moved
-        self.phase = _REST
+        progress, candidate = self.progress, self.candidate
+        assert candidate is not None
+        progress.moved, progress.has_moved, self.phase = now, has_moved, _REST
         if not has_moved:
             self._free_blocks()  # the worker has refused the request, so it has not taken the blocks
             return
         self._params = None
-        worker, spent_s = self.candidate.worker, now - self._began
-        moved = record.handover.moved_tokens
-        deps.metrics.handovers.labels(worker.id, record.handover.prefill_worker).inc()
-        deps.metrics.handover_tokens.labels(worker.id).inc(moved)
-        if plan.query.streamed:
-            record.handover.transfer_s = spent_s
-            deps.metrics.handover_transfer.labels(worker.id).observe(spent_s)
+        if self._plan.query.streamed:
+            progress.transfer_s = spent_s = now - self._began
+            worker = candidate.worker
             if worker.load.queued <= 1:  # otherwise the request has waited for others, too
                 # The pair's first candidate has the time of one step; a later one that of the whole prompt.
-                step_s = plan.decision.ranking[0].prefill_s
-                deps.router.pairs.links.learn(worker.index, moved, spent_s - step_s)
+                step_s = self.handover.answering.prefill_s
+                self._deps.router.pairs.links.learn(worker.index, progress.moved_tokens, spent_s - step_s)
 
     def retry_after_failure(self, listener: AnswerListener) -> None:
         """See `Attempts`. A second leg that a worker has not seen keeps its blocks for the next worker."""
@@ -295,7 +288,7 @@ class HandoverAttempts(Attempts, kw_only=True):
             self._params = None
         Attempts.release(self, now)
         if self._accounts is not None:
-            self._accounts.finish(now)
+            self._accounts.prefill.finish(now)
 
     def _fall_back(self, cause: str, listener: AnswerListener, *, whole_first: bool = True) -> None:
         """Let one worker do the whole request: the decode worker, or the next one."""
@@ -306,15 +299,14 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._send_to_next(listener)
 
     def _note(self, cause: str) -> None:
-        handover = self._record.handover
-        assert handover is not None
-        if not handover.fallback:
-            handover.fallback = cause
+        progress = self.progress
+        if not progress.fallback:
+            progress.fallback = cause
             self._deps.metrics.handover_fallbacks.labels(cause).inc()
-        if handover.prefill_s is None:
-            handover.prefilled = self._deps.now()
+        if progress.prefill_s is None:
+            progress.prefilled = self._deps.now()
         else:
-            handover.moved = self._deps.now()
+            progress.moved = self._deps.now()
 
     def _order(self, *, whole_first: bool) -> None:
         """Add the decode worker to the ranking once more, as a worker that computes the prompt itself."""
@@ -323,7 +315,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         pair, *others = decision.ranking
         if self._record.attempts > 1:
             return  # the order is known
-        whole = self._handover.whole
+        whole = self.handover.whole
         ranking = [pair, whole, *others] if whole_first else [pair, *others, whole]
         self._plan = replace(
             plan,
@@ -332,7 +324,7 @@ class HandoverAttempts(Attempts, kw_only=True):
 
     def _others(self) -> Sequence[Candidate]:
         """The workers that could use the blocks, without the one that has the request now."""
-        known = self.candidate, self._handover.prefill
+        known = self.candidate, self.handover.prefill
         workers = [each.worker for each in known if each is not None]
         return [each for each in self._plan.decision.ranking if each.worker not in workers]
 
@@ -370,7 +362,9 @@ class WithoutParams(Forwarding):
         self._client.start_relayed(status, fields + self.lines, is_sized=is_sized)
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self._client.answer(status, fields + self.lines, self._mask.blanked(body), is_sized)
+        if body.find(PARAMS_KEY) >= 0:
+            body = self._mask.blanked(body)
+        self._client.answer(status, fields + self.lines, body, is_sized)
 
     def write(self, chunk: bytes) -> None:
         self._client.write(self._mask.blanked(chunk))
@@ -408,15 +402,20 @@ def exchange_with_roles(
     if handover is None or plan.request is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
     options = deps.attempts.router.pairs.options
+    prefill = handover.prefill
+    record.handover = progress = HandoverRecord(
+        prefill.worker.spec.id, handover.moved_tokens, prefill.matched_tokens, plan.query.now
+    )
     legs = HandoverAttempts(
         deps.attempts,
         plan,
         record,
         fields,
         _request=plan.request,
-        _handover=handover,
+        handover=handover,
         _options=options,
         _connector=CONNECTORS[options.connector],
+        progress=progress,
     )
     return HandoverExchange(deps, plan, record, legs, screened, on_end, _legs=legs, _screen=screened)
 
@@ -441,12 +440,14 @@ class HandoverExchange(Exchange, kw_only=True):
     """The same object as `_client`."""
 
     def answer_arrived(self, response: UpstreamResponse) -> None:
-        attempts = self._legs
-        if attempts.phase is not _PREFILL:
+        legs = self._legs
+        if legs.phase is not _PREFILL:
             Exchange.answer_arrived(self, response)
-        elif response is attempts.response and response.is_over:
+        elif response is legs.response and response.is_over:
             try:
-                self._first_leg_arrived(attempts, response)
+                usage = legs.first_leg_arrived(response, self)
+                if usage is not None:
+                    self._deps.audit.answered(self._plan, legs.handover.prefill, usage)
             except GatewayError as error:
                 self._fail(error)
             except Exception:
@@ -454,49 +455,34 @@ class HandoverExchange(Exchange, kw_only=True):
                 log.exception("an exchange failed")
                 self._fail(InternalError("Internal error."))
 
-    def _first_leg_arrived(self, attempts: HandoverAttempts, response: UpstreamResponse) -> None:
-        usage = attempts.first_leg_arrived(response, self)
-        plan, record = self._plan, self._record.handover
-        handover = plan.decision.handover
-        if usage is None or record is None or handover is None:
-            return
-        record.cached_tokens = cached = usage.cached_tokens
-        computed = plan.query.tokens - (record.matched_tokens if cached is None else cached)
-        self._deps.metrics.handover_computed.labels(record.prefill_worker).inc(max(0, computed))
-        self._deps.audit.answered(plan, handover.prefill, usage)
-
     def _start_answer(self, response: UpstreamResponse) -> None:
-        attempts = self._legs
-        if attempts.phase is _DECODE:
-            has_failed = _is_failed_transfer(response)
-            if has_failed and attempts.retry_without_blocks(self):
+        legs = self._legs
+        if legs.phase is _DECODE:
+            status, parts, progress = response.status, response.parts, legs.progress
+            has_failed = status >= 500 or (
+                self._plan.query.streamed and bool(parts) and parts[0].startswith(_ERROR_EVENTS)
+            )
+            if has_failed and legs.retry_without_blocks(self):
                 return
-            attempts.answer_begins(self._deps.now(), has_moved=response.status == 200 and not has_failed)
-            record = self._record.handover
-            assert record is not None
-            if attempts.has_moved:
-                self._deps.audit.audit.handed_over(self._record.worker, record.moved_tokens)
-            self._screen.lines = _lines(record)
+            legs.answer_begins(self._deps.now(), has_moved=status == 200 and not has_failed)
+            if progress.has_moved:
+                self._deps.audit.audit.handed_over(self._record.worker, progress.moved_tokens)
+            self._screen.lines = _lines(progress)
         Exchange._start_answer(self, response)
 
     def _report_usage(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
         """See `Exchange`. The cached tokens of a second leg say nothing about the decode worker's cache."""
-        deps, plan, handover = self._deps, self._plan, self._record.handover
-        if handover is None or not self._legs.has_moved:
+        progress = self._legs.progress
+        if not progress.has_moved:
             Exchange._report_usage(self, candidate, before_last, last)
             return
         usage = usage_in(before_last, last)
         if usage is not None:
+            deps, plan = self._deps, self._plan
             # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
             self._record.usage = Usage(usage.prompt_tokens, None, usage.completion_tokens)
             deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
-            deps.audit.fetched(plan, candidate, handover.moved_tokens)
-
-
-def _is_failed_transfer(response: UpstreamResponse) -> bool:
-    if response.status >= 500:
-        return True
-    return bool(response.parts) and response.parts[0].startswith(_ERROR_EVENTS)
+            deps.audit.fetched(plan, candidate, progress.moved_tokens)
 
 
 def _lines(handover: HandoverRecord) -> bytes:

@@ -97,6 +97,8 @@ class HandoverRecord(Struct, eq=False, gc=False):
     """From the second leg to the first byte of a streamed answer."""
     cached_tokens: int | None = None
     """Prompt tokens that the prefill worker reported as cached."""
+    has_moved: bool = False
+    """Whether the answer comes from a worker that has got the blocks."""
     fallback: str = ""
     """Why one worker did the whole request after all; "" if it did not."""
 
@@ -268,6 +270,8 @@ class Journal:
                 )
                 if record.usage is not None:
                     series.reported(record.usage.prompt_tokens, record.usage.cached_tokens)
+            if (handover := record.handover) is not None:
+                self._count_handover(record, handover)
             if is_json:
                 written.append((wall, _fields(record, duration, strategy, reason)))
             elif lines is not None:
@@ -286,6 +290,14 @@ class Journal:
         if self._unsettled >= _MAX_UNSETTLED:
             self._unsettled = 0
             self._metrics.settle()
+
+    def _count_handover(self, record: Record, handover: HandoverRecord) -> None:
+        worker, seconds, cached = handover.prefill_worker, handover.prefill_s, handover.cached_tokens
+        if seconds is not None:
+            computed = record.tokens - (handover.matched_tokens if cached is None else cached)
+            self._metrics.prefilled(worker, seconds, max(0, computed))
+        if handover.has_moved:
+            self._metrics.handed_over(worker, record.worker, handover.moved_tokens, handover.transfer_s)
 
 
 def _line(record: Record, duration: float, text: str) -> str:

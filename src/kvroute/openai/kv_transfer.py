@@ -59,15 +59,16 @@ _FIRST_PARAMS: Final = (
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
 _JSON = BodyKind.JSON  # to look up an enum member in its class costs 80 ns each time
-_KEY: Final = b'"%b"' % PARAMS.encode()
-_opening = re.compile(_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
+PARAMS_KEY: Final = b'"%b"' % PARAMS.encode()
+_opening = re.compile(PARAMS_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
 _has_member = re.compile(rb'\{[ \t\r\n]*"').match
-_COMPACT_MEMBER: Final = b",%b:" % _KEY
+_COMPACT_MEMBER: Final = b",%b:" % PARAMS_KEY
 _structure = re.compile(rb'\n\n|\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
 _TAIL_BYTES: Final = 64
 """Enough for the name of the member with white space up to its value."""
 _EVENT_END: Final = b"\n\n"
+_CLOSING: Final = ord("}")
 _decode_params = msgspec.json.Decoder(dict[str, Raw]).decode
 _encode = msgspec.json.encode
 
@@ -109,11 +110,10 @@ def split_params(answer: bytes) -> tuple[bytes, bytes]:
     """
     # vLLM (0.32) writes them as the last member, without an object in them. To skip the block ids of a long
     # prompt as JSON costs ten times as much as this.
-    at = answer.find(_COMPACT_MEMBER)
-    if at >= 0 and answer.endswith(b"}}"):
-        params = answer[at + len(_COMPACT_MEMBER) : -1]
-        if params.startswith(b"{") and params.find(b"{", 1) < 0 and params.find(b"}") == len(params) - 1:
-            return answer[:at] + b"}", params
+    before, _, rest = answer.partition(_COMPACT_MEMBER)
+    end = len(rest) - 2
+    if end > 0 and rest.find(b"}") == end and rest.rfind(b"{") == 0 and rest[-1] == _CLOSING:
+        return before + b"}", rest[:-1]
     raw = _decode_body(answer).kv_transfer_params
     return answer, b"" if raw is UNSET else bytes(raw)
 
@@ -170,7 +170,7 @@ class ParamsMask(Struct):
         `part` has body bytes without the framing of chunks. Costs a search of `part`.
         """
         seen = self._tail + part
-        if not self._depth and (seen.find(_KEY) < 0 or _opening(seen) is None):
+        if not self._depth and (seen.find(PARAMS_KEY) < 0 or _opening(seen) is None):
             self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
             return part
         out, at, tail = bytearray(part), 0, self._tail

@@ -69,40 +69,34 @@ class Ranking(Sequence[Candidate]):
     __slots__ = (
         "_all",
         "_made_first",
-        "_ranked",
+        "columns",
         "first_place",
     )
 
     first_place: int
     """The position of the first candidate's worker in the ranked workers."""
-    _ranked: tuple[
+    columns: tuple[
         Sequence[Worker],
         Sequence[Row],
         Sequence[int] | None,
+        Sequence[WorkerLoad],
         Sequence[CandidateMatch] | None,
         int,
-        Sequence[WorkerLoad],
     ]
-    """The workers; in their order the rows, matched tokens and matches; the position of the cheapest worker;
-    the loads. Never changes."""
+    """The ranked workers in the order of the view; in that order their rows, matched tokens, loads and
+    matches; the position of the cheapest worker. Never changes.
+
+    For a caller that needs the costs of all workers and the candidates of few (`candidate`, `places`)."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
 
-    def columns(self) -> tuple[Sequence[Worker], Sequence[Row], Sequence[int] | None, Sequence[WorkerLoad]]:
-        """The ranked workers in the order of the view; in that order their rows, matched tokens and loads.
-
-        For a caller that needs the costs of all workers and the candidates of few (`candidate`, `places`).
-        """
-        workers, rows, matched, _, _, queues = self._ranked
-        return workers, rows, matched, queues
-
     def places(self) -> Sequence[int]:
         """The positions of the ranked workers in `columns`, best first."""
-        rows = self._ranked[1]
+        rows = self.columns[1]
         if len(rows) == 1:
             return _ONE_PLACE
         order = sorted(range(len(rows)), key=lambda place: rows[place][0])
-        for leader in (self._ranked[4], self.first_place):
+        for leader in (self.columns[5], self.first_place):
             order.remove(leader)
             order.insert(0, leader)
         return order
@@ -110,12 +104,13 @@ class Ranking(Sequence[Candidate]):
     def candidate(self, place: int) -> Candidate:
         """The candidate whose worker is at this position of `columns`."""
         if place == self.first_place:
-            return self[0]
+            first = self._made_first
+            return self[0] if first is None else first
         return self._candidate(place) if self._all is None else self._all[self.places().index(place)]
 
     def put_first(self, worker: Worker) -> None:
         """Move `worker` to the first place; the others keep their order."""
-        place = self._ranked[0].index(worker)
+        place = self.columns[0].index(worker)
         if place != self.first_place:
             self.first_place = place
             self._made_first = None
@@ -134,7 +129,7 @@ class Ranking(Sequence[Candidate]):
         return self._in_full()[place]
 
     def __len__(self) -> int:
-        return len(self._ranked[1])
+        return len(self.columns[1])
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self._in_full())
@@ -155,7 +150,7 @@ class Ranking(Sequence[Candidate]):
         return self._all
 
     def _candidate(self, place: int) -> Candidate:
-        workers, rows, matched, where, _, _ = self._ranked
+        workers, rows, matched, _, where, _ = self.columns
         row = rows[place]
         return Candidate(
             workers[place],
@@ -189,13 +184,13 @@ def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
         rows.append((*own, terms.load, terms.memory, terms.eviction, terms.ramp))
     held = [each.held for each in candidates if each.held is not None]
     ranking = _Listed()
-    ranking._ranked = (
+    ranking.columns = (
         [each.worker for each in candidates],
         rows,
         [each.matched_tokens for each in candidates],
+        [each.queue for each in candidates],
         held if len(held) == len(rows) else None,
         0,
-        [each.queue for each in candidates],
     )
     ranking.first_place, ranking._made_first, ranking._all = 0, candidates[0], list(candidates)
     return ranking
@@ -458,7 +453,7 @@ class CostModel:
         row = rows[first]
         # A constructor in Python would cost more than these assignments.
         ranking = Ranking()
-        ranking._ranked = workers, rows, matched_tokens, held_where, first, queues
+        ranking.columns = workers, rows, matched_tokens, queues, held_where, first
         ranking.first_place = first
         ranking._made_first = Candidate(
             workers[first],

@@ -212,7 +212,7 @@ def choose(
     most_computed = inf if threshold is None or not can_move else threshold or 1
     if decode_side is None:
         return Choice((() if strict else prefill_side) or (), None, RouteReason.NO_DECODE_WORKER)
-    workers, rows, matched, queues = decode_side.columns()
+    workers, rows, matched, queues, _, _ = decode_side.columns
     places = (decode_side.first_place,) if keeps_first else decode_side.places()
     legs: Sequence[_Leg] = ()
     best_leg = next_leg = None
@@ -287,7 +287,7 @@ def choose(
     answering = _pair(whole, rows[best], leg, move_of_pair_s, step_s, now)
     return Choice(
         _Order(answering, decode_side, others),
-        Handover(computing, whole, moved, move_of_pair_s, leg.ready_s + leg.others_s),
+        Handover(computing, answering, whole, moved, move_of_pair_s, leg.ready_s + leg.others_s),
         _OVER_THRESHOLD if is_forced else _HANDED_OVER,
     )
 
@@ -351,7 +351,7 @@ class _Leg(Struct, frozen=True, gc=False):
 
 def _two_best_legs(side: Ranking, tokens: int, costs: Costs, options: PrefillDecodeOptions) -> Sequence[_Leg]:
     """The two cheapest prefill workers: one of them may be the decode worker, which is no pair."""
-    workers, rows, matched, queues = side.columns()
+    workers, rows, matched, queues, _, _ = side.columns
     first = second = -1
     first_cost = second_cost = 0.0
     for place in side.places():
@@ -398,7 +398,7 @@ def _may_compute(
     """
     if any(leg.worker is not workers[each] for leg in legs for each in places):
         return False
-    return not strict or (prefill_side is not None and workers[place] in prefill_side.columns()[0])
+    return not strict or (prefill_side is not None and workers[place] in prefill_side.columns[0])
 
 
 def _pair(whole: Candidate, row: Row, leg: _Leg, move_s: float, step_s: float, now: float) -> Candidate:
@@ -418,7 +418,7 @@ def _pair(whole: Candidate, row: Row, leg: _Leg, move_s: float, step_s: float, n
 
 def _without(some: Sequence[Candidate], others: Ranking) -> Sequence[Candidate]:
     """The candidates of `some` whose workers are not in `others`, in their order."""
-    known = set(map(id, others.columns()[0]))
+    known = set(map(id, others.columns[0]))
     return [candidate for candidate in some if id(candidate.worker) not in known]
 
 

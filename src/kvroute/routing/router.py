@@ -348,15 +348,15 @@ class Router:
     def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
         """Account a request with `decision.handover` on both workers.
 
-        The decode worker is charged immediately, so that the requests whose prompts are being computed do not
-        all go to one decode worker.
+        The decode worker is charged now, so that requests in prefill do not all go to one decode worker.
         """
-        assert decision.handover is not None
+        handover = decision.handover
+        assert handover is not None
         # The prefill worker's answer comes when the prompt is computed, so that time is its first token.
-        leg = replace(query, streamed=True)
+        leg = query if query.streamed else replace(query, streamed=True)
         return HandoverDispatch(
-            self.dispatch(leg, decision, decision.handover.prefill, now),
-            self.dispatch(query, decision, decision.ranking[0], now, learns=False),
+            self.dispatch(leg, decision, handover.prefill, now),
+            self.dispatch(query, decision, handover.answering, now, learns=False),
         )
 
     def reserve_at_peer(

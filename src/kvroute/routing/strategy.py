@@ -292,6 +292,8 @@ class Handover(Struct, frozen=True, gc=False):
 
     prefill: Candidate
     """The worker that computes the prompt."""
+    answering: Candidate
+    """The first worker of the ranking as the decode worker of the pair: `ranking[0]`."""
     whole: Candidate
     """The first worker of the ranking as a candidate that computes the prompt itself."""
     moved_tokens: int
