@@ -464,27 +464,24 @@ class Pairs:
         """
         needs = strategy.needs
         knows_caches = needs is _PROMPT or needs is _TOKENS
-        answering = sides.decode or sides.prefill
+        prefill, decode = sides.prefill, sides.decode
+        answering, other = (prefill, None) if decode is None else (decode, prefill)
         assert answering is not None  # each worker of a view is on a side
         decision = strategy.rank(query, answering)
         if recorder is not None:
             recorder.decided(query, answering, strategy, decision)
-        prefill_side: Ranking | None = None
         if knows_caches:
             first_side = ranking_of(decision.ranking)
-            if sides.decode is not None and sides.prefill is not None:
-                prefill_side = ranking_of(strategy.rank(query, sides.prefill).ranking)
+            second_side = None if other is None else ranking_of(strategy.rank(query, other).ranking)
         else:
             # The strategy only names the worker that answers. The place of the prefill needs the costs.
             first_side = self._ranking(query, answering)
             first_side.put_first(decision.ranking[0].worker)
-            if sides.decode is not None and sides.prefill is not None:
-                prefill_side = self._ranking(query, sides.prefill)
-        has_decode = sides.decode is not None
+            second_side = None if other is None else self._ranking(query, other)
         choice = choose(
             query.tokens,
-            prefill_side if has_decode else first_side,
-            first_side if has_decode else None,
+            first_side if decode is None else second_side,
+            None if decode is None else first_side,
             self.links,
             self._costs.costs(query.model),
             self.options,
