@@ -13,13 +13,9 @@ from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
-from kvroute.replicas.decisions import (
-    OwnDecisions,
-    PeerDecisions,
-    apply_recent_prompts,
-    recent_prompts,
-)
-from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
+from kvroute.replicas.decisions import REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
+from kvroute.replicas.members import apply_recent_prompts, recent_prompts
+from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     EndedRequests,
@@ -181,9 +177,9 @@ def test_what_has_ended_waits_for_other_messages(clock):
     one.send("ended " * 20)[0].finish(clock.now())
 
     assert one.own.take(clock.now()) == []
-    assert one.own.due_at == clock.now() + GATHER_S
+    assert one.own.due_at == clock.now() + SHORT_S
     running, _ = one.send("running " * 20)
-    clock.time += GATHER_S
+    clock.time += SHORT_S
     sent, ended = one.own.take(clock.now())
 
     assert isinstance(sent, Dispatched)
@@ -207,18 +203,18 @@ def test_what_has_ended_is_sent_in_the_end_with_nothing_else_to_send(clock):
     assert other.explained("ended " * 20) == one.explained("ended " * 20)
 
 
-def test_a_request_that_has_just_begun_waits_while_others_end_soon(clock):
+def test_a_request_that_has_just_begun_waits_while_most_are_short(clock):
     one = Gateway("prefixaware", clock)
     one.send("ended " * 20)[0].finish(clock.now())
     one.own.take(clock.now())
 
-    clock.time = begun_at = clock.now() + 0.004
     soon, _ = one.send("ends soon " * 20)
-    late, _ = one.send("runs on " * 20)
     clock.time += 0.001
-    assert one.own.take(clock.now()) == []
-    assert one.own.due_at == begun_at + GATHER_S
+    late, _ = one.send("runs on " * 20)
+    clock.time += SHORT_S - 0.001
     soon.finish(clock.now())
+    assert one.own.take(clock.now()) == []
+    assert one.own.due_at == clock.now() + SHORT_S
     clock.time = one.own.due_at
     sent, ended = one.own.take(clock.now())
 
@@ -226,6 +222,21 @@ def test_a_request_that_has_just_begun_waits_while_others_end_soon(clock):
     assert isinstance(ended, EndedRequests)
     late.finish(clock.now())
     assert one.own.take(clock.now()) == [Finished(sent.id)]
+
+
+def test_requests_are_published_soon_again_once_most_of_them_last(clock):
+    one = Gateway("prefixaware", clock)
+    one.send("ended " * 20)[0].finish(clock.now())
+    one.own.take(clock.now())
+    for number in range(3):
+        one.send(f"runs on {number} " * 20)
+    clock.time += SHORT_S
+    assert len(one.own.take(clock.now())) == 4
+
+    one.send("begun " * 20)
+    (sent,) = one.own.take(clock.now())
+
+    assert isinstance(sent, Dispatched)
 
 
 def test_no_request_waits_where_requests_last(clock):
@@ -268,6 +279,7 @@ def test_a_prompt_that_is_sent_again_costs_one_key(clock):
     for text in texts:
         one.send(text)[0].finish(clock.now())
     other.receive(one)
+    clock.time += REPEAT_S
     for text in texts:
         one.send(text)[0].finish(clock.now())
 
@@ -278,6 +290,56 @@ def test_a_prompt_that_is_sent_again_costs_one_key(clock):
     assert all(message.known == [] and message.fresh == b"" for message in sent)
     for text in texts:
         assert other.explained(text) == one.explained(text)
+
+
+def repeated(messages) -> int:
+    """Prompts that were sent before, in messages about ended requests."""
+    return sum(len(message.repeated) // 8 for message in messages)
+
+
+@pytest.mark.parametrize("counts_repeats", [False, True])
+def test_a_prompt_that_the_others_got_lately_is_sent_again_only_where_each_use_counts(clock, counts_repeats):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    one.own.counts_repeats = counts_repeats
+    text, sent = f"{random.Random(3).getrandbits(40_000):x}", []
+    for _ in range(4):
+        dispatch, chosen = one.send(text, streamed=False)
+        clock.time += 0.002
+        dispatch.finish(clock.now())
+        sent += other.receive(one)
+
+    assert repeated(sent) == (3 if counts_repeats else 0)
+    assert [message.answered for message in sent] == [1] * 4
+    assert other.fleet.get(chosen.worker.id).load.residence_s == pytest.approx(0.002)
+    clock.time += REPEAT_S
+    one.send(text)[0].finish(clock.now())
+    assert repeated(other.receive(one)) == 1
+
+
+def test_a_repeated_prompt_of_an_unanswered_request_is_no_message(clock):
+    one, text = Gateway("prefixaware", clock), f"{random.Random(3).getrandbits(40_000):x}"
+    for _ in range(2):
+        one.send(text)[0].finish(clock.now())
+
+    (message,) = one.own.take(clock.now(), everything=True)
+    one.send(text)[0].finish(clock.now())
+
+    assert (message.answered, len(message.sizes)) == (0, 1)
+    assert one.own.take(clock.now(), everything=True) == []
+
+
+def test_a_prompt_that_went_to_another_worker_is_sent_again(clock):
+    one, text = Gateway("prefixaware", clock), f"{random.Random(3).getrandbits(40_000):x}"
+    query = one.query(text)
+    for worker in one.router.decide(query, one.fleet.view(MODEL)).ranking:
+        decision = one.router.decide(query, one.fleet.view(MODEL))
+        candidate = next(each for each in decision.ranking if each.worker is worker.worker)
+        one.router.dispatch(query, decision, candidate, clock.now()).finish(clock.now())
+
+    messages = one.own.take(clock.now(), everything=True)
+
+    assert {message.worker for message in messages} == {"w0", "w1", "w2"}
+    assert repeated(messages) == 2
 
 
 def test_a_prompt_that_is_sent_again_comes_to_the_history_of_another_worker(clock):
@@ -503,6 +565,7 @@ def test_all_unknown_groups_of_a_message_are_asked_for_together(clock):
 
 def test_a_question_without_an_answer_is_repeated(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    one.own.counts_repeats = True  # so that each prompt is sent
     text = f"{random.Random(3).getrandbits(40_000):x}"
     one.send(text)[0].finish(clock.now())
     one.own.take(clock.now(), everything=True)  # lost
@@ -521,6 +584,7 @@ def test_a_question_without_an_answer_is_repeated(clock):
 
 def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
     one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    one.own.counts_repeats = True  # so that each prompt is sent
     texts = [f"{random.Random(seed).getrandbits(12_000):x}" for seed in range(300)]
     for text in texts:
         one.send(text)[0].finish(clock.now())

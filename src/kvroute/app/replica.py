@@ -25,15 +25,9 @@ from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.client_keys import KeyRing, SharedUse
 from kvroute.gateway.planner import ResponseOwners
 from kvroute.replicas.channel import Channel
-from kvroute.replicas.decisions import (
-    OwnDecisions,
-    PeerDecisions,
-    apply_learned_costs,
-    apply_recent_prompts,
-    learned_costs,
-    recent_prompts,
-)
+from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.envelope import ID_BYTES
+from kvroute.replicas.members import apply_learned_costs, apply_recent_prompts, learned_costs, recent_prompts
 from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,

@@ -199,9 +199,8 @@ class Runtime:
                 Gauges(self.cache_tracker.gauges, lambda: tier_gauges(self.fleet, self.router, caches))
             )
         if config.metrics.compat == "vllm-router":
-            self._compat = VllmRouterMetrics(
-                self.metrics, self.fleet, clock, window_s=config.metrics.compat_window_s
-            )
+            window_s = config.metrics.compat_window_s
+            self._compat = VllmRouterMetrics(self.metrics, self.fleet, clock, window_s=window_s)
         if replica is not None:
             self._attach_replica(replica)
         if mesh is None and self._compat is not None:
@@ -301,6 +300,7 @@ class Runtime:
         replica.attach_services(
             self.fleet, self.router, self.health, self._clock, self._map_publisher, self._mirror, reports
         )
+        replica.own.counts_repeats = self._config.scaling.deletion_cost.enabled
         replica.share_limits(self._ring)
         replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
@@ -463,7 +463,6 @@ class Runtime:
             self._replica,
             self._replica.members if self._replica is not None else list,
         )
-        tracker = self.cache_tracker
         self.live = LiveFigures(
             self.fleet,
             self.router,
@@ -471,7 +470,7 @@ class Runtime:
             self.audit,
             self._clock,
             self.metrics,
-            streams=tracker.streams if tracker else list,
+            streams=self.cache_tracker.streams if self.cache_tracker else list,
             slow=self._slow_sections,
             keep_recording_s=self._keep_recording_s,
             is_shutting_down=lambda: self.plane.admission.is_shutting_down,

@@ -6,18 +6,17 @@ published only the prompt and its share of the averages are sent.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 import msgspec
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import GROUP_BLOCKS, BlockKey, PromptKeys
+from kvroute.blocks.keys import GROUP_BLOCKS, PromptKeys
 from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
@@ -32,16 +31,13 @@ from kvroute.replicas.messages import (
     FirstToken,
     Groups,
     GroupsWanted,
-    LearnedCosts,
     PeerId,
     PromptSent,
-    RecentPrompts,
     SessionForgotten,
     SharedMessage,
     pack_keys,
     unpack_keys,
 )
-from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import (
@@ -55,15 +51,16 @@ from kvroute.routing.strategy import (
     Tokens,
 )
 
-_RECENT_BLOCKS: Final = 4_000_000
-"""Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
-_RECENT_PROMPTS: Final = 256
-"""Prompts in one message."""
-_YOUNG_S: Final = 0.6 * GATHER_S
-"""A younger dispatch waits for the next `OwnDecisions.take` while many requests end soon."""
-_ENDED_S: Final = 3.5 * GATHER_S
+SHORT_S: Final = 3 * GATHER_S
+"""While most requests end within this time, it passes between two calls of `OwnDecisions.take`, and a younger
+dispatch waits for the next call."""
+_ENDED_S: Final = 10 * GATHER_S
 """A request that had ended before a `take` is sent with the first one after this time, or with what else is
 sent."""
+REPEAT_S: Final = 5.0
+"""How long the prompt of an ended request is not sent again for the same worker."""
+_MAX_SENT: Final = 4096
+"""Prompts that are remembered for that."""
 _MAX_INCOMPLETE: Final = 256
 """Questions for groups of keys, and prompts that wait for each of them."""
 _MAX_WAITING: Final = 1024
@@ -99,10 +96,16 @@ class OwnDecisions:
         self._ended: list[OwnDispatch] = []
         self._ended_due = inf
         """When `_ended` is sent with nothing else to send."""
-        self._ends_soon = False
-        """Whether a quarter of the requests that the last `take` found had ended."""
+        self._are_short = False
+        """Whether most of the requests that the last `take` found had ended."""
         self.due_at: float | None = None
         """When the next `take` is due; None if the last one left nothing."""
+        self.counts_repeats = False
+        """Whether each use of a prompt counts somewhere (`scaling.deletion_cost`), and must be sent."""
+        self._sent: set[tuple[str, int]] = set()
+        """Worker and last key of the prompts of ended requests that were sent since the last change of
+        `_forget_at`."""
+        self._forget_at = 0.0
         self._ids = count(1)
         self._unfinished: dict[int, OwnDispatch] = {}
         """By number. Only dispatches that were published."""
@@ -127,13 +130,14 @@ class OwnDecisions:
     def take(self, now: float, *, everything: bool = False) -> list[SharedMessage]:
         """The messages that are due at `now`. O(requests), and `KeyGroups.encode` of their keys.
 
-        A dispatch is published within `GATHER_S` of its start. Of one that has ended already only its share
-        of the averages and its prompt are sent, with the next messages or after `_ENDED_S`.
+        A dispatch is published within `GATHER_S` of its start; while most requests are short, within two
+        `SHORT_S`. Of one that has ended already only its share of the averages and its prompt are sent, with
+        the next messages or after `_ENDED_S`.
         """
         messages, done, young = list[SharedMessage](), self._ended, list[OwnDispatch]()
         ended = running = 0
         # A request that ends first costs each other process a tenth of one that they must account for.
-        young_since = now - _YOUNG_S if self._ends_soon and not everything else inf
+        young_since = now - SHORT_S if self._are_short and not everything else inf
         observed = self._observed
         for each in self._gathered:
             if not isinstance(each, OwnDispatch):
@@ -148,18 +152,21 @@ class OwnDecisions:
                 running += 1
         self._gathered = [*young]
         if ended or running:
-            self._ends_soon = 3 * ended >= running
+            self._are_short = ended >= running
         if done and (messages or everything or now >= self._ended_due):
             self._ended = []
-            messages += _ended_messages(done, self._groups.encode)
+            if now >= self._forget_at or len(self._sent) > _MAX_SENT:
+                self._forget_at = now + REPEAT_S
+                self._sent.clear()
+            sent = None if self.counts_repeats else self._sent
+            messages += _ended_messages(done, self._groups.encode, sent)
         if not self._ended:
             self._ended_due = inf
         elif self._ended_due == inf:
             self._ended_due = now + _ENDED_S
-        if young:
-            self.due_at = young[0].started_at + GATHER_S
-        else:
-            self.due_at = now + GATHER_S if self._ended else None
+        self.due_at = None
+        if young or self._ended:
+            self.due_at = now + (SHORT_S if self._are_short else GATHER_S)
         return messages
 
     def _published(self, dispatch: OwnDispatch) -> list[SharedMessage]:
@@ -247,8 +254,13 @@ class OwnDispatch(msgspec.Struct, eq=False):
         return messages
 
 
-def _ended_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Iterable[EndedRequests]:
-    """One message for each model and worker."""
+def _ended_messages(
+    requests: Iterable[OwnDispatch], encode: _EncodeKeys, sent: set[tuple[str, int]] | None
+) -> Iterable[EndedRequests]:
+    """One message for each model and worker, without the prompts in `sent`; the others are added to it.
+
+    `sent` has workers and last keys.
+    """
     together: dict[tuple[str, str], list[OwnDispatch]] = {}
     for each in requests:
         together.setdefault((each.query.model, each.candidate.worker.id), []).append(each)
@@ -262,6 +274,12 @@ def _ended_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Ite
                 stay_s += each.ended_at - each.started_at
             for prompt in each.query.prompts:
                 keys = prompt.keys
+                size = len(keys)
+                if size and sent is not None:
+                    # The others have it. Its place in their order of use is `REPEAT_S` old at most.
+                    if (worker, keys[-1]) in sent:
+                        continue
+                    sent.add((worker, keys[-1]))
                 known, fresh = encode(keys)
                 if known is not None and not fresh:
                     repeated.append(known)
@@ -269,13 +287,13 @@ def _ended_messages(requests: Iterable[OwnDispatch], encode: _EncodeKeys) -> Ite
                     all_known.append(known)
                     sizes.append(len(fresh))
                     all_fresh.extend(fresh)
-                size = len(keys)
                 blocks += size
                 tokens += prompt.block_tokens * size
         block_tokens = tokens / blocks if blocks else 0.0
         packed = all_fresh.tobytes()
         figures = answered, prefill_s, stay_s, block_tokens
-        yield EndedRequests(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
+        if answered or all_known or repeated:
+            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -501,50 +519,3 @@ class PeerDecisions:
             ranked = tuple(Candidate(worker, 0.0, 0, 0.0, _NO_TERMS) for worker in view.workers)
             self._ranked[model] = view.version, ranked
         return ranked
-
-
-def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
-    """A snapshot of the route history, for a process that joins."""
-    blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
-    for worker in workers:
-        prompts = router.recent_prompts(worker, blocks_per_worker)
-        for start in range(0, len(prompts), _RECENT_PROMPTS):
-            yield RecentPrompts(
-                worker.id, [pack_keys(keys) for keys in prompts[start : start + _RECENT_PROMPTS]]
-            )
-
-
-def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent: RecentPrompts) -> None:
-    """Add another process's `recent_prompts` to this process's route history."""
-    try:
-        worker = fleet.get(recent.worker)
-    except NotFound:
-        return
-    for packed in recent.prompts:
-        keys = unpack_keys(packed)
-        groups.learn(keys)
-        router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
-
-
-def learned_costs(router: Router, workers: Sequence[Worker]) -> list[LearnedCosts]:
-    """What `router` has learned about each model and worker, for a process that joins."""
-    learned, names = router.learned, {each.index: each.id for each in workers}
-    return [
-        LearnedCosts(
-            model,
-            known.prefills.sums(),
-            {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
-        )
-        for model, known in ({} if learned is None else learned.models).items()
-    ]
-
-
-def apply_learned_costs(router: Router, fleet: Fleet, sent: LearnedCosts) -> None:
-    """Begin with another process's `learned_costs` of a model; skipped if it was learned here already."""
-    if router.learned is None:
-        return
-    known = router.learned.models.setdefault(sent.model, LearnedModel())
-    if known.prefills.restore(sent.sums):
-        for name, sums in sent.speeds.items():
-            with contextlib.suppress(NotFound):
-                known.speeds.restore(fleet.get(name).index, *sums)

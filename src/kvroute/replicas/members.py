@@ -1,14 +1,27 @@
-"""What the channel of one process knows of the other members of the fleet; its transport and counts."""
+"""The other members of the fleet: what a channel knows of them, and the state that one gets when it joins."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
+from kvroute.blocks.keys import BlockKey
+from kvroute.blocks.known_prompts import KeyGroups
+from kvroute.errors import NotFound
+from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.worker import Worker
 from kvroute.replicas.envelope import Refusal
-from kvroute.replicas.messages import MemberState
+from kvroute.replicas.messages import LearnedCosts, MemberState, RecentPrompts, pack_keys, unpack_keys
+from kvroute.routing.cost_parameters import LearnedModel
+from kvroute.routing.router import Router
 
+_RECENT_BLOCKS: Final = 4_000_000
+"""Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
+_RECENT_PROMPTS: Final = 256
+"""Prompts in one message."""
 JOINS: Final = -1
 """In place of the number of a batch: this process does not have the member's state yet."""
 
@@ -148,3 +161,50 @@ def describe_process(
         "gaps": 0,
         "missed_batches": 0,
     }
+
+
+def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
+    """A snapshot of the route history, for a process that joins."""
+    blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
+    for worker in workers:
+        prompts = router.recent_prompts(worker, blocks_per_worker)
+        for start in range(0, len(prompts), _RECENT_PROMPTS):
+            yield RecentPrompts(
+                worker.id, [pack_keys(keys) for keys in prompts[start : start + _RECENT_PROMPTS]]
+            )
+
+
+def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent: RecentPrompts) -> None:
+    """Add another process's `recent_prompts` to this process's route history."""
+    try:
+        worker = fleet.get(recent.worker)
+    except NotFound:
+        return
+    for packed in recent.prompts:
+        keys = unpack_keys(packed)
+        groups.learn(keys)
+        router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
+
+
+def learned_costs(router: Router, workers: Sequence[Worker]) -> list[LearnedCosts]:
+    """What `router` has learned about each model and worker, for a process that joins."""
+    learned, names = router.learned, {each.index: each.id for each in workers}
+    return [
+        LearnedCosts(
+            model,
+            known.prefills.sums(),
+            {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
+        )
+        for model, known in ({} if learned is None else learned.models).items()
+    ]
+
+
+def apply_learned_costs(router: Router, fleet: Fleet, sent: LearnedCosts) -> None:
+    """Begin with another process's `learned_costs` of a model; skipped if it was learned here already."""
+    if router.learned is None:
+        return
+    known = router.learned.models.setdefault(sent.model, LearnedModel())
+    if known.prefills.restore(sent.sums):
+        for name, sums in sent.speeds.items():
+            with contextlib.suppress(NotFound):
+                known.speeds.restore(fleet.get(name).index, *sums)
