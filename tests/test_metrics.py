@@ -85,3 +85,20 @@ def test_a_family_that_no_collector_has_is_declared_without_samples() -> None:
         found = {family.name: family for family in metrics.registry.collect()}
         assert found["level"].documentation == "Present."
         assert (found["other"].documentation, found["other"].samples) == ("Absent.", [])
+
+
+def test_handovers_are_counted_again_after_a_worker_has_left_and_returned() -> None:
+    """The children that a first count has looked up are no longer part of the metrics then."""
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.prefilled("p", 0.5, 640)
+        metrics.handed_over("p", "d", 600, 0.01)
+        metrics.handed_over("p", "d", 40, None)
+
+        assert samples(metrics, "kvroute_handovers_total") == {("d", "p"): 2}
+        assert samples(metrics, "kvroute_handover_tokens_total") == {("d",): 640}
+        assert samples(metrics, "kvroute_handover_computed_tokens_total") == {("p",): 640}
+        assert samples(metrics, "kvroute_handover_prefill_seconds_count") == {("p",): 1}
+        assert samples(metrics, "kvroute_handover_transfer_seconds_count") == {("d",): 1}
+        metrics.forget_workers({"p", "d"})
+        assert samples(metrics, "kvroute_handovers_total") == {}

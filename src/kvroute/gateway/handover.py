@@ -113,9 +113,10 @@ class HandoverAttempts(Attempts, kw_only=True):
         answering, query = handover.answering, plan.query
         record.worker, record.attempts = answering.worker.spec.id, 1
         record.matched_tokens, record.held = answering.matched_tokens, answering.held
-        self.phase, self._began = _PREFILL, query.now
+        self.phase, now = _PREFILL, deps.now()
+        self._began = self.progress.began = now
         self._send_first_leg(listener)
-        self._accounts = accounts = deps.router.dispatch_handover(query, plan.decision, query.now)
+        self._accounts = accounts = deps.router.dispatch_handover(query, plan.decision, now)
         self._dispatch = accounts.decode
         if deps.on_sent is not None:
             deps.on_sent(query, handover.prefill)
@@ -204,12 +205,8 @@ class HandoverAttempts(Attempts, kw_only=True):
         return usage
 
     def _start_second_leg(self, params: bytes, listener: AnswerListener) -> None:
-        deps, progress, accounts, candidate = (
-            self._deps,
-            self.progress,
-            self._accounts,
-            self.handover.answering,
-        )
+        deps, progress, accounts = self._deps, self.progress, self._accounts
+        candidate = self.handover.answering
         assert accounts is not None
         now = deps.now()
         accounts.prefill_done(now)
@@ -404,7 +401,7 @@ def exchange_with_roles(
     options = deps.attempts.router.pairs.options
     prefill = handover.prefill
     record.handover = progress = HandoverRecord(
-        prefill.worker.spec.id, handover.moved_tokens, prefill.matched_tokens, plan.query.now
+        prefill.worker.spec.id, handover.moved_tokens, prefill.matched_tokens
     )
     legs = HandoverAttempts(
         deps.attempts,

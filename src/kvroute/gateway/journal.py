@@ -85,8 +85,8 @@ class HandoverRecord(Struct, eq=False, gc=False):
     """Prompt tokens that the decode worker lacked."""
     matched_tokens: int
     """Prompt tokens that the prefill worker was predicted to hold."""
-    began: float
-    """When the first leg was sent (`Clock.now`)."""
+    began: float = 0.0
+    """When the first leg was sent (`Clock.now`); 0 before."""
     prefilled: float = 0.0
     """When the first leg ended, with or without the blocks; 0 while it runs."""
     moved: float = 0.0
