@@ -22,13 +22,13 @@ from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import check_model, tenant_of
-from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, PendingExchange, header
+from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
-from kvroute.gateway.preparation import Prepared, Preparer
+from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target

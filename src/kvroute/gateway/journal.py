@@ -98,7 +98,7 @@ class HandoverRecord(Struct, eq=False, gc=False):
     cached_tokens: int | None = None
     """Prompt tokens that the prefill worker reported as cached."""
     has_moved: bool = False
-    """Whether the answer comes from a worker that has got the blocks."""
+    """Whether the blocks were transferred to the worker that answers."""
     fallback: str = ""
     """Why one worker did the whole request after all; "" if it did not."""
 

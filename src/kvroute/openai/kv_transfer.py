@@ -52,7 +52,7 @@ _FORBIDDING: Final = frozenset(
 """Members with which the engine does not read its cache, or needs state that only one worker has."""
 _FALSE: Final = (b"null", b"false")
 _DECODED_BYTES: Final = 32_768
-"""A larger body is not decoded for this: new members are added at its end, without a copy of the body."""
+"""To change members, a larger body is not decoded: they are added at its end, without a copy of the body."""
 _BLANK: Final = b" \t\r\n"
 _FIRST_PARAMS: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'

@@ -52,15 +52,15 @@ from kvroute.routing.strategy import (
 )
 
 SHORT_S: Final = 3 * GATHER_S
-"""While most requests end within this time, it passes between two calls of `OwnDecisions.take`, and a younger
-dispatch waits for the next call."""
+"""While most requests end within this time, `OwnDecisions.take` is called at this interval, and a dispatch
+that is younger waits for the next call."""
 _ENDED_S: Final = 10 * GATHER_S
 """A request that had ended before a `take` is sent with the first one after this time, or with what else is
 sent."""
 REPEAT_S: Final = 5.0
-"""How long the prompt of an ended request is not sent again for the same worker."""
+"""A prompt of an ended request is not sent again for the same worker within this time."""
 _MAX_SENT: Final = 4096
-"""Prompts that are remembered for that."""
+"""Most entries of `OwnDecisions._sent`; with more it is emptied."""
 _MAX_INCOMPLETE: Final = 256
 """Questions for groups of keys, and prompts that wait for each of them."""
 _MAX_WAITING: Final = 1024
@@ -103,9 +103,9 @@ class OwnDecisions:
         self.counts_repeats = False
         """Whether each use of a prompt counts somewhere (`scaling.deletion_cost`), and must be sent."""
         self._sent: set[tuple[str, int]] = set()
-        """Worker and last key of the prompts of ended requests that were sent since the last change of
-        `_forget_at`."""
+        """Worker and last key of each prompt of an ended request that was sent since this was emptied."""
         self._forget_at = 0.0
+        """When `_sent` is emptied."""
         self._ids = count(1)
         self._unfinished: dict[int, OwnDispatch] = {}
         """By number. Only dispatches that were published."""
@@ -136,7 +136,7 @@ class OwnDecisions:
         """
         messages, done, young = list[SharedMessage](), self._ended, list[OwnDispatch]()
         ended = running = 0
-        # A request that ends first costs each other process a tenth of one that they must account for.
+        # A request that ends first costs each other process a tenth of one that it must account for.
         young_since = now - SHORT_S if self._are_short and not everything else inf
         observed = self._observed
         for each in self._gathered:
@@ -276,7 +276,7 @@ def _ended_messages(
                 keys = prompt.keys
                 size = len(keys)
                 if size and sent is not None:
-                    # The others have it. Its place in their order of use is `REPEAT_S` old at most.
+                    # The others have it. In their LRU order its last use is `REPEAT_S` too old at most.
                     if (worker, keys[-1]) in sent:
                         continue
                     sent.add((worker, keys[-1]))

@@ -19,7 +19,7 @@ from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.router import Router
 
 _RECENT_BLOCKS: Final = 4_000_000
-"""Bound of the blocks, of all workers together, that are sent to a process that joins: 32 MB."""
+"""Most blocks, of all workers together, that a joining process gets: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message."""
 JOINS: Final = -1

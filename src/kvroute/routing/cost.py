@@ -86,7 +86,7 @@ class Ranking(Sequence[Candidate]):
     """The ranked workers in the order of the view; in that order their rows, matched tokens, loads and
     matches; the position of the cheapest worker. Never changes.
 
-    For a caller that needs the costs of all workers and the candidates of few (`candidate`, `places`)."""
+    For callers that compare the costs of all workers but need few candidates (`candidate`, `places`)."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
 

@@ -397,7 +397,7 @@ class Router:
         return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
-        """The worker's slot in this process's cache map, if any; `rank` is None if it has only one."""
+        """The worker's slot in this process's cache map, if any. `rank`: None for a worker with one rank."""
         places = self._views.caches.places(worker)
         if rank is None:
             return places[0].slot if len(places) == 1 else None

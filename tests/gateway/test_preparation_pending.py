@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvroute.gateway.downstream import PendingExchange
+from kvroute.gateway.preparation import PendingExchange
 
 
 class FakeExchange:
