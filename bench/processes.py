@@ -2,7 +2,7 @@
 
     python bench/processes.py [--processes 2] [--repeats 3] [--seconds 14] [--seeds 2] [--load 0.7] [--blind]
                               [--json]
-    python bench/processes.py --cpu [--processes 4] [--rounds 3] [--repeats 3] [--scenarios a,b,c]
+    python bench/processes.py --cpu [--processes 4] [--rounds 3] [--repeats 36] [--scenarios a,b,c]
                               [--output FILE]
 
 The script answers the question in two ways, with conversations that share a system prompt and grow with each
@@ -17,7 +17,7 @@ turn, at `--load` of the capacity of one gateway:
   the machine affects both sides.
 
 A run takes about three minutes, with `--blind` more. `--cpu` (`processes_cpu.py`) prints CPU per request of
-four processes and of four independent gateways, relative to one; it takes two minutes.
+four processes, relative to one and to four independent gateways; it takes eight minutes.
 """
 
 from __future__ import annotations
@@ -300,8 +300,8 @@ def measure_cpu(options: argparse.Namespace) -> None:
         processes_cpu.Options(
             options.processes or 4,
             options.rounds,
-            options.repeats,
-            options.seconds or 1.2,
+            options.repeats or 36,
+            options.seconds or 0.3,
             tuple(options.scenarios.split(",")),
         )
     )
@@ -314,10 +314,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="CPU per request; nothing else")
     parser.add_argument("--processes", type=int, help="2; with --cpu 4")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="3; with --cpu 36")
     parser.add_argument("--rounds", type=int, default=3, help="with --cpu: times that all processes are new")
     parser.add_argument("--scenarios", default="a,b,c", help="with --cpu")
-    parser.add_argument("--seconds", type=float, help="of a run: 14; with --cpu 1.2")
+    parser.add_argument("--seconds", type=float, help="of a run: 14; with --cpu 0.3")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of virtual time; 0 skips it")
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--rate", type=float, help="requests per second, instead of measuring the capacity")
@@ -329,6 +329,7 @@ def main() -> None:
         measure_cpu(options)
         return
     options.processes, options.seconds = options.processes or 2, options.seconds or 14.0
+    options.repeats = options.repeats or 3
     found = asyncio.run(measure(options))
     if options.json:
         print(json.dumps(found, indent=1))

@@ -23,9 +23,9 @@ from gateway_running import Bed, Started, build, choose_cores
 from gateway_scenarios import SCENARIOS, Runner, Scenario
 
 GOALS = {"a": 1.30, "b": 1.35, "c": 1.60}
-"""Most CPU per request of four processes, relative to one, unless independent ones need nearly as much."""
+"""Most CPU per request of four processes, relative to one."""
 INDEPENDENT_GOAL = 1.1
-"""Most CPU per request of several processes, relative to independent ones."""
+"""Most CPU per request of several processes, relative to independent ones. One of both goals must be met."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def _round(
 class Options:
     processes: int = 4
     rounds: int = 3
-    repeats: int = 3
-    seconds: float = 1.2
+    repeats: int = 36
+    seconds: float = 0.3
+    """Of a run. The speed of a machine changes within seconds, so many short runs compare better than few."""
     scenarios: tuple[str, ...] = tuple(GOALS)
 
 
@@ -126,17 +127,21 @@ def summary(rows: list[dict[str, object]]) -> dict[str, dict[str, float | bool]]
     for name in dict.fromkeys(str(row["scenario"]) for row in rows):
         mine = [row for row in rows if row["scenario"] == name]
         cpu = {each: [float(str(row[each])) for row in mine] for each in ("one", "several", "independent")}
-        several = median(b / a for a, b in zip(cpu["one"], cpu["several"], strict=True))
-        independent = median(b / a for a, b in zip(cpu["one"], cpu["independent"], strict=True))
-        goal = max(GOALS.get(name, 0.0), INDEPENDENT_GOAL * independent)
+        several = _ratio(cpu["several"], cpu["one"])
+        # Directly, not by way of the ratios to one process: those add the noise of its runs twice.
+        apart = _ratio(cpu["several"], cpu["independent"])
         found[name] = {
             **{f"{each}_us": fmean(values) for each, values in cpu.items()},
             "several_over_one": several,
-            "independent_over_one": independent,
-            "goal": goal,
-            "is_met": several <= goal,
+            "independent_over_one": _ratio(cpu["independent"], cpu["one"]),
+            "several_over_independent": apart,
+            "is_met": several <= GOALS.get(name, 0.0) or apart <= INDEPENDENT_GOAL,
         }
     return found
+
+
+def _ratio(some: list[float], others: list[float]) -> float:
+    return median(a / b for a, b in zip(some, others, strict=True))
 
 
 def lines(found: dict[str, object]) -> list[str]:
@@ -144,8 +149,9 @@ def lines(found: dict[str, object]) -> list[str]:
     scenarios, count = found["scenarios"], found["processes"]
     assert isinstance(scenarios, dict)
     return [
-        f"{name}: {count} processes {each['several_over_one']:.2f} x one (goal {each['goal']:.2f}: "
-        f"{'met' if each['is_met'] else 'MISSED'}), {count} independent {each['independent_over_one']:.2f} "
-        f"x one; us per request {each['one_us']:.0f}, {each['several_us']:.0f}, {each['independent_us']:.0f}"
+        f"{name}: {count} processes {each['several_over_one']:.2f} x one (goal {GOALS.get(name, 0.0):.2f}), "
+        f"{each['several_over_independent']:.2f} x {count} independent (goal {INDEPENDENT_GOAL:.2f}): "
+        f"{'met' if each['is_met'] else 'MISSED'}; independent {each['independent_over_one']:.2f} x one; "
+        f"us per request {each['one_us']:.0f}, {each['several_us']:.0f}, {each['independent_us']:.0f}"
         for name, each in scenarios.items()
     ]

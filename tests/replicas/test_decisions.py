@@ -13,9 +13,9 @@ from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
-from kvroute.replicas.decisions import REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
+from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
 from kvroute.replicas.members import apply_recent_prompts, recent_prompts
-from kvroute.replicas.mesh import FrameReader, encode_frame
+from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
     EndedRequests,
@@ -177,9 +177,9 @@ def test_what_has_ended_waits_for_other_messages(clock):
     one.send("ended " * 20)[0].finish(clock.now())
 
     assert one.own.take(clock.now()) == []
-    assert one.own.due_at == clock.now() + SHORT_S
+    assert one.own.due_at == clock.now() + PAUSE_S
     running, _ = one.send("running " * 20)
-    clock.time += SHORT_S
+    clock.time += PAUSE_S
     sent, ended = one.own.take(clock.now())
 
     assert isinstance(sent, Dispatched)
@@ -211,10 +211,11 @@ def test_a_request_that_has_just_begun_waits_while_most_are_short(clock):
     soon, _ = one.send("ends soon " * 20)
     clock.time += 0.001
     late, _ = one.send("runs on " * 20)
-    clock.time += SHORT_S - 0.001
+    clock.time += 0.004
     soon.finish(clock.now())
+    clock.time += PAUSE_S - 0.005
     assert one.own.take(clock.now()) == []
-    assert one.own.due_at == clock.now() + SHORT_S
+    assert one.own.due_at == clock.now() + PAUSE_S
     clock.time = one.own.due_at
     sent, ended = one.own.take(clock.now())
 
@@ -224,13 +225,25 @@ def test_a_request_that_has_just_begun_waits_while_most_are_short(clock):
     assert one.own.take(clock.now()) == [Finished(sent.id)]
 
 
+def test_only_requests_that_end_at_once_make_others_wait(clock):
+    one = Gateway("prefixaware", clock)
+    dispatches = [one.send(f"request {number} " * 20)[0] for number in range(3)]
+    dispatches[0].finish(clock.now())
+    clock.time += SHORT_S + 0.001
+    for dispatch in dispatches[1:]:
+        dispatch.finish(clock.now())
+
+    assert one.own.take(clock.now()) == []
+    assert one.own.due_at == clock.now() + GATHER_S
+
+
 def test_requests_are_published_soon_again_once_most_of_them_last(clock):
     one = Gateway("prefixaware", clock)
     one.send("ended " * 20)[0].finish(clock.now())
     one.own.take(clock.now())
     for number in range(3):
         one.send(f"runs on {number} " * 20)
-    clock.time += SHORT_S
+    clock.time += PAUSE_S
     assert len(one.own.take(clock.now())) == 4
 
     one.send("begun " * 20)

@@ -39,7 +39,7 @@ class ServerOptions(Options):
         1,
         "Processes that serve the address together, each on a core of its own (Linux only).",
         unit="processes",
-        higher="more requests per second; each further process takes 40 MiB and accounts for every request",
+        higher="more requests per second; each further process takes 50 MiB and accounts for every request",
         lower="with 1 there is nothing to share, and no cost of sharing",
         ge=1,
         le=64,

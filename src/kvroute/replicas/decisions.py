@@ -52,9 +52,11 @@ from kvroute.routing.strategy import (
 )
 
 SHORT_S: Final = 3 * GATHER_S
-"""While most requests end within this time, `OwnDecisions.take` is called at this interval, and a dispatch
-that is younger waits for the next call."""
-_ENDED_S: Final = 10 * GATHER_S
+"""A request that ends within this time is short."""
+PAUSE_S: Final = 6 * GATHER_S
+"""While most requests are short, `OwnDecisions.take` is called at this interval, and a dispatch that is
+younger waits for the next call."""
+_ENDED_S: Final = 20 * GATHER_S
 """A request that had ended before a `take` is sent with the first one after this time, or with what else is
 sent."""
 REPEAT_S: Final = 5.0
@@ -97,7 +99,7 @@ class OwnDecisions:
         self._ended_due = inf
         """When `_ended` is sent with nothing else to send."""
         self._are_short = False
-        """Whether most of the requests that the last `take` found had ended."""
+        """Whether most of the requests that the last `take` found were short."""
         self.due_at: float | None = None
         """When the next `take` is due; None if the last one left nothing."""
         self.counts_repeats = False
@@ -131,28 +133,31 @@ class OwnDecisions:
         """The messages that are due at `now`. O(requests), and `KeyGroups.encode` of their keys.
 
         A dispatch is published within `GATHER_S` of its start; while most requests are short, within two
-        `SHORT_S`. Of one that has ended already only its share of the averages and its prompt are sent, with
+        `PAUSE_S`. Of one that has ended already only its share of the averages and its prompt are sent, with
         the next messages or after `_ENDED_S`.
         """
         messages, done, young = list[SharedMessage](), self._ended, list[OwnDispatch]()
-        ended = running = 0
+        short = others = 0
         # A request that ends first costs each other process a tenth of one that it must account for.
-        young_since = now - SHORT_S if self._are_short and not everything else inf
+        young_since = now - PAUSE_S if self._are_short and not everything else inf
         observed = self._observed
         for each in self._gathered:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
             elif each.ended_at is not None and each.decision.strategy not in observed:
                 done.append(each)
-                ended += 1
+                if each.ended_at - each.started_at <= SHORT_S:
+                    short += 1
+                else:
+                    others += 1
             elif each.started_at > young_since and each.decision.strategy not in observed:
                 young.append(each)
             else:
                 messages += self._published(each)
-                running += 1
+                others += 1
         self._gathered = [*young]
-        if ended or running:
-            self._are_short = ended >= running
+        if short or others:
+            self._are_short = short >= others
         if done and (messages or everything or now >= self._ended_due):
             self._ended = []
             if now >= self._forget_at or len(self._sent) > _MAX_SENT:
@@ -166,7 +171,7 @@ class OwnDecisions:
             self._ended_due = now + _ENDED_S
         self.due_at = None
         if young or self._ended:
-            self.due_at = now + (SHORT_S if self._are_short else GATHER_S)
+            self.due_at = now + (PAUSE_S if self._are_short else GATHER_S)
         return messages
 
     def _published(self, dispatch: OwnDispatch) -> list[SharedMessage]:
