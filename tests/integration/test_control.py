@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -10,6 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.sockets import free_port, tcp_server
 
+from kvroute.deploy.plan import PlannedProcess, ProcessPlan
+from kvroute.deploy.processes import ChildSpec
+from kvroute.deploy.up import ready_text
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
@@ -94,6 +98,20 @@ async def test_a_second_turn_is_predicted_to_hit(run_gateway, two):
         assert gateway.metric("kvroute_predicted_hit_tokens_total") > 0
         assert gateway.metric("kvroute_reported_cached_tokens_total") > 0
         assert gateway.metric("kvroute_worker_index_blocks") > 0
+
+
+async def test_the_request_that_up_prints_hits_when_it_is_sent_again(run_gateway, two, tmp_path):
+    child = ChildSpec("gateway", (), {}, tmp_path / "log")
+    planned = PlannedProcess(child, "http://127.0.0.1:8080", "http://127.0.0.1:8080/health", 1.0)
+    plan = ProcessPlan((), planned, "sim-model", True, None, tmp_path)
+    (curl,) = (line for line in ready_text(plan).splitlines() if "curl" in line)
+    async with run_gateway(two) as gateway:
+        reasons = []
+        for _ in range(2):
+            answer = await gateway.client.post("/v1/chat/completions", content=shlex.split(curl)[-1])
+            reasons.append(answer.headers["x-kvroute-reason"])
+
+    assert reasons == ["prefix_miss", "prefix_hit"]
 
 
 async def test_a_restarted_worker_has_lost_its_part(run_gateway, instant_sim):

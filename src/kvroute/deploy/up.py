@@ -262,8 +262,13 @@ def _command() -> str:
     return shlex.quote(os.path.relpath(sys.argv[0]))
 
 
-_QUESTION = "Say in one sentence why an answer starts sooner if the worker holds the beginning of the prompt."
-"""Long enough for a block: the second time, the answer's head says that a worker holds its beginning."""
+_QUESTION = (
+    "Say in one sentence why an answer starts sooner if the worker holds the beginning of the prompt. "
+    "Its cache has the keys and values of these tokens from an earlier request, so it computes attention "
+    "for the new tokens only."
+)
+"""Long enough to be a prefix hit when it is sent again: a prompt of 100 bytes saves less prefill than the
+first request has added to the load of its worker."""
 
 
 def ready_text(plan: ProcessPlan, admin_key: str = "") -> str:
