@@ -17,12 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from tests.support.sockets import listening
+from tests.support.sockets import free_ports, listening
 
 from kvroute.cli import main
 from kvroute.cli.deployments import logs
 from kvroute.cli.deployments import up as up_command
-from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import StateFolder, supervisor
 
 ROOT = Path(__file__).parents[2]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.clocks import QuickClock
+from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.deploy import keeper as keeper_module
 from kvroute.deploy.keeper import Keeper, ProcessPhase
 from kvroute.deploy.plan import PlannedProcess
-from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildSpec, ProcessFailed
 
 ServerArgv = Callable[..., tuple[str, ...]]

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
+from tests.support.sockets import free_ports
 
 from kvroute.clock import SystemClock
 from kvroute.deploy import prepare as prepare_module
 from kvroute.deploy.endpoint import with_simulated_workers
 from kvroute.deploy.engine_install import EngineVenv
 from kvroute.deploy.plan import Engine, UpSpec
-from kvroute.deploy.prepare import EndpointRequest, free_ports, prepare, prepare_endpoint
+from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.errors import ConfigError

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec, ProcessFailed, describe_exit
 
 MakeChild = Callable[..., ChildProcess]

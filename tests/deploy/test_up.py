@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
 from kvroute.clock import SystemClock
 from kvroute.deploy.keeper import Keeper, ProcessPhase
 from kvroute.deploy.plan import PlannedProcess, ProcessPlan
-from kvroute.deploy.prepare import free_ports, require_free_port
+from kvroute.deploy.prepare import require_free_port
 from kvroute.deploy.processes import ChildSpec, ProcessFailed, StateFolder
 from kvroute.deploy.up import ready_text, run_plan, run_up
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.sockets import free_ports
 
-from kvroute.deploy.prepare import free_ports, require_free_port
+from kvroute.deploy.prepare import require_free_port
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.blackbox.conftest import Process, spawn
 from tests.epp.conftest import SERVED, START_S, Envoy, one_filter, port_of, run_envoy
 from tests.support.redis import redis_server
+from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
-from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.render.envoy import EnvoySite, envoy_config
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions

@@ -19,12 +19,12 @@ import redis.asyncio
 from tests.integration.conftest import gateway
 from tests.support.cache_servers import CacheInstance, CacheServers
 from tests.support.programs import program
+from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
 from kvroute.app.config import Config
 from kvroute.cli.doctor import examine
 from kvroute.clock import SystemClock
-from kvroute.deploy.prepare import free_ports
 from kvroute.doctor.observations import Finding, Severity, exit_code
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller

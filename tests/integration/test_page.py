@@ -23,10 +23,9 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
 from tests.support.redis import redis_server
-from tests.support.sockets import tcp_server
+from tests.support.sockets import free_ports, tcp_server
 from tests.support.waiting import until
 
-from kvroute.deploy.prepare import free_ports
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions

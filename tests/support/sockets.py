@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-
-from kvroute.deploy.prepare import free_ports
+from functools import cache
+from itertools import cycle, islice
 
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one connection."""
+
+
+_PORTS = range(10_000, 20_000)
+"""Below those that the kernel gives to outgoing connections, and those that `kvroute up` chooses."""
+_PORTS_OF_A_PROCESS = 2_000
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """Ports in turn. Another test process has others: a port is free for seconds until its server listens."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = number * _PORTS_OF_A_PROCESS % len(_PORTS)
+    ports = _PORTS[first : first + _PORTS_OF_A_PROCESS]
+    start = random.randrange(len(ports))  # another run on this machine begins elsewhere
+    return cycle([*ports[start:], *ports[:start]])
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """TCP ports on which no program listens at present, and which no other test or connection gets soon."""
+    found = list[int]()
+    for port in islice(_own_ports(), _PORTS_OF_A_PROCESS):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return tuple(found)
+    raise RuntimeError(f"fewer than {count} ports are free")
 
 
 def free_port() -> int:
