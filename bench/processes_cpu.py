@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from gateway_goals import OURS
 from gateway_machine import busy_s, cpu_sample, spent
@@ -21,6 +21,7 @@ from gateway_requests import write_all
 from gateway_routers import Launch, Router, kvroute
 from gateway_running import Bed, Started, build, choose_cores
 from gateway_scenarios import SCENARIOS, Runner, Scenario
+from pairs import Pair, Ratio, ratio_of
 
 GOALS = {"a": 1.30, "b": 1.35, "c": 1.60}
 """Most CPU per request of four processes, relative to one."""
@@ -111,7 +112,7 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, object]:
-    """The runs, and for each scenario the ratios: medians of the pairs."""
+    """The runs, and for each scenario the ratios: geometric means of the pairs, as in `pairs.Ratio`."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as scratch:
         folder = Path(scratch)
@@ -121,27 +122,28 @@ def measure(options: Options) -> dict[str, object]:
     return {"processes": options.processes, "runs": rows, "scenarios": summary(rows)}
 
 
-def summary(rows: list[dict[str, object]]) -> dict[str, dict[str, float | bool]]:
-    """For each scenario CPU in us per request, and the ratios with their goal."""
-    found: dict[str, dict[str, float | bool]] = {}
+def summary(rows: list[dict[str, object]]) -> dict[str, dict[str, float | bool | list[float]]]:
+    """For each scenario CPU in us per request, and the ratios. `interval`: of `several_over_independent`."""
+    found: dict[str, dict[str, float | bool | list[float]]] = {}
     for name in dict.fromkeys(str(row["scenario"]) for row in rows):
         mine = [row for row in rows if row["scenario"] == name]
         cpu = {each: [float(str(row[each])) for row in mine] for each in ("one", "several", "independent")}
-        several = _ratio(cpu["several"], cpu["one"])
+        several = _ratio(cpu["several"], cpu["one"]).ratio
         # Directly, not by way of the ratios to one process: those add the noise of its runs twice.
         apart = _ratio(cpu["several"], cpu["independent"])
         found[name] = {
             **{f"{each}_us": fmean(values) for each, values in cpu.items()},
             "several_over_one": several,
-            "independent_over_one": _ratio(cpu["independent"], cpu["one"]),
-            "several_over_independent": apart,
-            "is_met": several <= GOALS.get(name, 0.0) or apart <= INDEPENDENT_GOAL,
+            "independent_over_one": _ratio(cpu["independent"], cpu["one"]).ratio,
+            "several_over_independent": apart.ratio,
+            "interval": [apart.low, apart.high],
+            "is_met": several <= GOALS.get(name, 0.0) or apart.ratio <= INDEPENDENT_GOAL,
         }
     return found
 
 
-def _ratio(some: list[float], others: list[float]) -> float:
-    return median(a / b for a, b in zip(some, others, strict=True))
+def _ratio(some: list[float], others: list[float]) -> Ratio:
+    return ratio_of([Pair(a, b) for a, b in zip(some, others, strict=True)])
 
 
 def lines(found: dict[str, object]) -> list[str]:
@@ -150,7 +152,8 @@ def lines(found: dict[str, object]) -> list[str]:
     assert isinstance(scenarios, dict)
     return [
         f"{name}: {count} processes {each['several_over_one']:.2f} x one (goal {GOALS.get(name, 0.0):.2f}), "
-        f"{each['several_over_independent']:.2f} x {count} independent (goal {INDEPENDENT_GOAL:.2f}): "
+        f"{each['several_over_independent']:.2f} ({each['interval'][0]:.2f} to {each['interval'][1]:.2f}) x "
+        f"{count} independent (goal {INDEPENDENT_GOAL:.2f}): "
         f"{'met' if each['is_met'] else 'MISSED'}; independent {each['independent_over_one']:.2f} x one; "
         f"us per request {each['one_us']:.0f}, {each['several_us']:.0f}, {each['independent_us']:.0f}"
         for name, each in scenarios.items()

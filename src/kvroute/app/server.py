@@ -425,7 +425,7 @@ async def _serve(
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        # Forked processes no longer share the memory that this moves, 17 MiB of each.
+        # Each forked process then shares 17 MiB less with the others. It needs less CPU: docs/scaling.md.
         moved = use_huge_pages()
         log.debug("%d MiB are in huge pages", moved >> 20)
         if process is None and config.fleet.workers:

@@ -57,8 +57,8 @@ PAUSE_S: Final = 6 * GATHER_S
 """While most requests are short, `OwnDecisions.take` is called at this interval, and a dispatch that is
 younger waits for the next call."""
 _ENDED_S: Final = 20 * GATHER_S
-"""A request that had ended before a `take` is sent with the first one after this time, or with what else is
-sent."""
+"""A request that a `take` found ended is sent with the next other messages, or by the first `take` after this
+time."""
 REPEAT_S: Final = 5.0
 """A prompt of an ended request is not sent again for the same worker within this time."""
 _MAX_SENT: Final = 4096
