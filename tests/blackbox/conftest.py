@@ -76,19 +76,19 @@ class Process:
     def log(self) -> str:
         return "".join(self.lines)
 
-    async def logged(self, text: str) -> str:
-        """The first line that contains `text`; waits for it, and fails when the process ends without it."""
-        seen = 0
+    async def logged(self, text: str, times: int = 1) -> str:
+        """The line that contains `text` for the `times`-th time, empty for 0. Waits for it, fails when
+        the process ends without it."""
         async with asyncio.timeout(START_S):
-            while True:
-                for line in self.lines[seen:]:
-                    if text in line:
-                        return line
-                seen = len(self.lines)
+            while times:
+                found = [line for line in self.lines if text in line]
+                if len(found) >= times:
+                    return found[times - 1]
                 if self.reader is not None and self.reader.done():
                     raise AssertionError(f"ended without {text!r}:\n{self.log}")
                 self._news.clear()
                 await self._news.wait()
+        return ""
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
@@ -152,7 +152,8 @@ async def spawn(
 @pytest.fixture
 def serve(processes: AsyncExitStack, tmp_path: Path) -> StartServe:
     """`await serve("--worker", URL, ...)` runs `kvroute serve` on a free port of 127.0.0.1 and waits until it
-    listens and, unless `workers=0`, until that many workers are healthy (default: one per `--worker`).
+    listens and, unless `workers=0`, until that many workers are healthy (default: one per `--worker`). With
+    `--processes N` it waits until each process accepts connections.
 
     The process keeps what it writes for its user below the test's own folder.
     """
@@ -168,10 +169,10 @@ def serve(processes: AsyncExitStack, tmp_path: Path) -> StartServe:
         )  # fmt: skip
         line = await running.logged("listens on")
         running.url = json.loads(line)["message"].rsplit(" ", 1)[1]
-        async with asyncio.timeout(START_S):
-            while sum("is healthy" in line for line in running.lines) < expected:
-                running._news.clear()
-                await running._news.wait()
+        await running.logged("is healthy", expected)
+        if "--processes" in arguments:
+            count = int(arguments[arguments.index("--processes") + 1])
+            await running.logged("accepts connections", count if count > 1 else 0)
         return running
 
     return start

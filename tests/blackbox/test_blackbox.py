@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import httpx
+import pytest
+from tests.support.workers import scripted_worker
 
 
 def test_nothing_here_imports_kvroute():
@@ -29,3 +31,25 @@ async def test_a_gateway_relays_a_chat_and_ends_with_zero(serve, sim):
     assert answer.status_code == 200
     assert answer.json()["choices"]
     assert await gateway.stop() == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_each_process_knows_its_workers_before_it_accepts_connections(run, count):
+    async with scripted_worker() as worker:
+        worker.may_pass_probes.clear()
+        gateway = await run(
+            "serve", "--port", "0", "--worker", worker.url, "--processes", str(count),
+            "--set", "logging.level=debug",
+        )  # fmt: skip
+        await gateway.logged("are in huge pages", count)  # almost the last step of the start
+        worker.may_pass_probes.set()
+        opened = "listens on" if count == 1 else "accepts connections"
+        await gateway.logged(opened, count)
+
+        healthy, known = 0, []
+        for line in gateway.lines:
+            healthy += "is healthy" in line
+            if opened in line:
+                known.append(healthy)
+        assert known[0] >= 1
+        assert known[-1] == count

@@ -29,6 +29,9 @@ class ScriptedWorker:
         self.may_answer = asyncio.Event()
         """The worker answers when it is set, as it is at first."""
         self.may_answer.set()
+        self.may_pass_probes = asyncio.Event()
+        """GET requests outside /v1 are answered when it is set, as it is at first."""
+        self.may_pass_probes.set()
         self.rest = b""
         """The end of each answer, which is sent when `may_finish` is set."""
         self.may_finish = asyncio.Event()
@@ -66,6 +69,7 @@ class ScriptedWorker:
                 models = json.dumps({"object": "list", "data": self.cards}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(models), models))
             elif head.startswith(b"GET /") and not head.startswith(b"GET /v1/"):
+                await self.may_pass_probes.wait()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             elif self.refuses_posts and head.startswith(b"POST"):
                 return

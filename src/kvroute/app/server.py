@@ -167,6 +167,7 @@ class GatewayServer(uvicorn.Server):
             await self._tls.start(listening)
         if self._process is not None:
             self._process.ready()
+            log.info("process %d accepts connections", self._process.replica.number)
             if self._process.replica.number:
                 return  # process 0 alone logs the address
         scheme = "http" if self._tls is None else "https"
@@ -428,7 +429,7 @@ async def _serve(
         # Each forked process then shares 17 MiB less with the others. It needs less CPU: docs/scaling.md.
         moved = use_huge_pages()
         log.debug("%d MiB are in huge pages", moved >> 20)
-        if process is None and config.fleet.workers:
+        if config.fleet.workers:
             await runtime.wait_for_first_probes(_FIRST_PROBES_S)
         try:
             await server.serve(process.sockets if process else None)
