@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from tests.support.waiting import until
 
-from kvroute.replicas.mesh import Mesh, make_socket_folder
-from kvroute.replicas.messages import Finished, FirstToken, InSync
+from kvroute.replicas.mesh import FrameReader, Mesh, encode_frame, make_socket_folder
+from kvroute.replicas.messages import Finished, FirstToken, Hello, InSync, Leaving
 
 
 class RecordingMember:
@@ -98,6 +98,52 @@ async def test_a_process_that_returns_is_linked_again(tmp_path):
 
         assert [kind for kind, *_ in stays.links] == ["linked", "lost"] * 2
         assert mesh.counts.breaks == 0, "it announced its end"
+
+
+@asynccontextmanager
+async def raw_peer(mesh, number):
+    """A connection to `mesh` on which the test is process `number`."""
+    reader, writer = await asyncio.open_unix_connection(str(mesh.folder / f"{mesh.number}.sock"))
+    writer.write(encode_frame([Hello(number, is_synced=True)]))
+    try:
+        async with asyncio.timeout(20):
+            await mesh.all_linked()
+            yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_process_that_ends_lets_the_others_end_its_links(tmp_path):
+    async with (
+        started(Mesh(0, 2, tmp_path), RecordingMember()) as mesh,
+        raw_peer(mesh, 1) as (reader, writer),
+    ):
+        ending = asyncio.create_task(mesh.aclose())
+        frames, messages = FrameReader(), []
+        while Leaving() not in messages:
+            messages += frames.feed(await reader.read(1024))
+        writer.write(encode_frame([Finished(1)]))  # crosses `Leaving`; a closed socket would refuse it
+        await writer.drain()
+        writer.close()
+
+        assert await reader.read() == b""
+        await ending
+
+
+async def test_a_process_that_reads_nothing_cannot_stop_another_from_ending(tmp_path):
+    async with started(Mesh(0, 2, tmp_path), RecordingMember()) as mesh, raw_peer(mesh, 1) as (reader, _):
+        await mesh.aclose()
+        await reader.read()  # it ends
+
+
+async def test_the_link_to_a_process_that_leaves_is_ended(tmp_path):
+    member = RecordingMember()
+    async with started(Mesh(0, 2, tmp_path), member) as mesh, raw_peer(mesh, 1) as (reader, writer):
+        writer.write(encode_frame([Leaving()]))
+        await reader.read()
+
+        await until(lambda: member.links[-1] == ("lost", 1))
+        assert mesh.counts.breaks == 0
 
 
 async def test_a_broken_link_is_counted_and_logged(three, caplog):

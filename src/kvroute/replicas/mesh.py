@@ -9,6 +9,7 @@ the two or sent twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -46,6 +47,8 @@ _RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 1.0
 _STABLE_S: Final = 5.0
 """After a link has lasted this long, the next reconnect waits only `_RETRY_S` again."""
+_LEAVE_S: Final = 1.0
+"""How long a process that ends waits until the others have read that it leaves."""
 
 
 class PeerListener(Protocol):
@@ -196,7 +199,7 @@ class Mesh:
                 future.cancel()
 
     async def aclose(self) -> None:
-        """Send the queued messages, then end every link and task."""
+        """Send the queued messages, then end every link and task. Waits `_LEAVE_S` at most."""
         self._is_closing = True
         self.publish(Leaving())
         self.flush()
@@ -205,6 +208,12 @@ class Mesh:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
+        # The others end their links when they have read `Leaving`. If this process ended one first, a message
+        # that the other process writes just then would fail, and the other would never read `Leaving`.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                for link in list(self._links.values()):
+                    await link.closed.wait()
         for link in list(self._open):
             link.end()
         for future in list(self._requests.values()):
@@ -254,6 +263,9 @@ class Mesh:
             raise WireError("the first message of a process is not its number")
         elif isinstance(message, Leaving):
             link.is_leaving = True
+            link.end()
+        elif self._is_closing:
+            pass  # nothing here needs it any more
         elif isinstance(message, PeerRequest):
             self.spawn(self._answer(link, message), f"answer to process {link.number}")
         elif isinstance(message, PeerAnswer):
