@@ -254,15 +254,21 @@ async def test_the_cached_tokens_are_known_without_prompt_tokens_details(run_fle
         assert gateway.metric("kvroute_predictions_total", worker="w0", outcome="exact") == 1
 
 
+async def live(gateway):
+    """The first message of the live page."""
+    async with gateway.client.stream("GET", "/admin/live") as lines:
+        return json.loads(await anext(lines.aiter_lines()))
+
+
 async def test_the_live_page_names_both_workers(run_fleet):
     async with run_fleet("pd") as (gateway, _):
         answer = await ask(gateway, stream=True)
-        async with gateway.client.stream("GET", "/admin/live") as lines:
-            first = json.loads(await anext(lines.aiter_lines()))
+        first = await live(gateway)
 
         assert [worker["role"] for worker in first["workers"].values()] == ["prefill", "decode"]
         (row,) = first["requests"]
         assert (row["prefill_worker"], row["worker"]) == ("w0", "w1")
+        assert row["handover_fallback"] is None
         assert row["moved"] == int(answer.headers["x-kvroute-moved-tokens"])
 
 
@@ -366,6 +372,9 @@ async def test_when_the_prefill_worker_fails_the_decode_worker_does_the_whole_re
         assert gateway.metric("kvroute_handover_fallbacks_total", cause=cause) == 1
         decision = (await gateway.client.get("/admin/decisions")).json()["decisions"][0]
         assert decision["handover_fallback"] == cause
+        (row,) = (await live(gateway))["requests"]
+        assert (row["prefill_worker"], row["worker"], row["moved"]) == ("w0", "w1", None)
+        assert row["handover_fallback"] == cause
         assert all_quiet(gateway)
 
 

@@ -29,6 +29,7 @@ from tests.support.waiting import until
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
+from kvroute.sim.publisher import Fault
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 """The screenshots of README and docs: made anew with KVROUTE_SCREENSHOTS=1."""
@@ -270,6 +271,10 @@ async def test_both_workers_of_a_handover_are_named(browser, run_gateway) -> Non
                 "P was to compute the prompt; it was expected to hold 0 tokens"
             )
             await expect(decision).to_contain_text(f"{moved} tokens were to move to D; the answer began")
+
+            prefill.worker.faults.add(Fault(path="/v1/completions", kind="status", status=400))
+            await gateway.client.post("/v1/completions", json={**body, "prompt": "other " * 400})
+            await expect(page.locator("#request-table")).to_contain_text("D, without P (status)")
 
 
 async def test_clients_and_their_queue_are_shown(browser, run_gateway, instant_sim, tmp_path) -> None:

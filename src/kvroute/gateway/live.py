@@ -438,8 +438,6 @@ def _sum_buckets(buckets: Sequence[Json]) -> Json:
 def _row(entry: Entry) -> Json:
     wall, duration, record = entry
     decision, usage, handover = record.decision, record.usage, record.handover
-    if handover is not None and handover.fallback:
-        handover = None
     return {
         "time": wall,
         "id": record.request_id.decode(),
@@ -455,7 +453,8 @@ def _row(entry: Entry) -> Json:
         "duration_s": duration,
         "attempts": record.attempts,
         "prefill_worker": None if handover is None else handover.prefill_worker,
-        "moved": None if handover is None else handover.moved_tokens,
+        "moved": None if handover is None or handover.fallback else handover.moved_tokens,
+        "handover_fallback": None if handover is None else handover.fallback or None,
     }
 
 

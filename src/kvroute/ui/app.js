@@ -134,7 +134,7 @@ function rowOf(entry) {
     time: entry.time, id: entry.request_id, model: entry.model, worker: entry.worker, status: entry.status,
     strategy: entry.strategy, reason: entry.reason ?? entry.error, tokens: entry.prompt_tokens,
     matched: entry.ranking?.[0].matched_tokens, cached: entry.cached_tokens, ttfb_s: entry.time_to_first_byte_s,
-    duration_s: entry.duration_s, prefill_worker: entry.handover_fallback ? null : entry.prefill_worker,
+    duration_s: entry.duration_s, prefill_worker: entry.prefill_worker, handover_fallback: entry.handover_fallback,
     moved: entry.handover_fallback ? null : entry.moved_tokens, member: entry.member,
   };
 }

@@ -121,7 +121,7 @@ export class Views {
     this.requests = new Table("request-table", "Finished requests, newest first", [
       { title: "Request", row: true, of: (row) => this.openButton(row) },
       { title: "Time", of: (row) => words.clock(row.time) },
-      { title: "Worker", wide: true, of: (row) => (row.prefill_worker ? `${row.prefill_worker}, then ${row.worker}` : row.worker) },
+      { title: "Worker", wide: true, of: words.workersOf },
       { title: "Status", number: true, of: (row) => String(row.status || "–") },
       { title: "Reason", of: (row) => row.reason ?? "–" },
       { title: "Decided by", of: (row) => row.member || "–" },

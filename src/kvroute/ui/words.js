@@ -74,6 +74,12 @@ export function sentences(entry) {
   return said;
 }
 
+// The worker that answered a request of the list, and the one that computed its prompt or was to.
+export function workersOf({ worker, prefill_worker: other, handover_fallback: why }) {
+  if (!other) return worker;
+  return why ? `${worker}, without ${other} (${why})` : `${other}, then ${worker}`;
+}
+
 // What happened to the parts of a request whose prompt another worker was to compute.
 function legs(entry) {
   const { prefill_worker: other, prefill_cached_tokens: cached, handover_fallback: why } = entry;
