@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -261,6 +263,24 @@ def test_a_full_index_counts_refused_chunks() -> None:
     while index.sweep():
         pass
     assert index.store(memory, space(A), chunk_keys(PROMPT, TWO)[:2]) == 2
+
+
+def test_tables_of_an_owner_are_freed_one_by_one() -> None:
+    class Entry:
+        pass
+
+    entries = [Entry() for _ in range(4)]
+    alive = [weakref.ref(entry) for entry in entries]
+    index = ChunkIndex()
+    index.free_later([{0: entries[0]}, {1: entries[1], 2: entries[2]}, {3: entries[3]}])
+    entries.clear()
+    assert all(entry() for entry in alive)
+
+    left = []
+    while index.sweep(1):
+        left.append(sum(entry() is not None for entry in alive))
+    assert left == [3, 1]
+    assert not any(entry() for entry in alive)
 
 
 def test_a_query_overrides_the_events() -> None:

@@ -524,6 +524,25 @@ def test_a_chunk_counts_once_every_rank_has_it(fleet: Fleet, server: Server) -> 
     assert fleet.match(PROMPT) == {0: (20, 0)}
 
 
+def test_chunks_with_parts_are_freed_in_steps_and_can_be_stored_again(fleet: Fleet, server: Server) -> None:
+    def steps_of_clearing() -> int:
+        instance = fleet.coordinator.instance("a")
+        assert instance is not None
+        assert instance.memory.holder.chunks == len(NAMES)
+        instance.memory.clear()
+        assert (instance.memory.objects, instance.memory.holder.chunks) == (0, 0)
+        steps = 0
+        while fleet.index.sweep(1):
+            steps += 1
+        return steps
+
+    fleet.send(server.batch("store", "l1", NAMES))
+    of_index = steps_of_clearing()
+    for _ in range(2):
+        fleet.send(*(server.batch("store", "l1", NAMES, rank=rank) for rank in ranks(2)))
+        assert steps_of_clearing() == of_index + len(NAMES)
+
+
 def test_groups_of_layers_count_as_parts(fleet: Fleet, server: Server) -> None:
     fleet.send(server.batch("store", "l1", NAMES[:2], group=0))
     assert fleet.match(PROMPT) == {0: (8, 0)}

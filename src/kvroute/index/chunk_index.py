@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -294,6 +294,7 @@ class ChunkIndex:
         """Equal masks share one object: a mask takes as much memory as an entry of the map."""
         self._chunks = self._held = self._dropped = 0
         self._live = self._closed = 0
+        self._tables_to_free: list[dict[Any, Any]] = []
         self._sweeping: tuple[int, Iterator[dict[int, int]]] | None = None
 
     # Holders and slots
@@ -393,11 +394,17 @@ class ChunkIndex:
             holder.bit = 0
             self._plans = None
 
+    def free_later(self, tables: Iterable[dict[Any, Any]]) -> None:
+        """Let `sweep` free tables of an owner of chunks, to which nothing else refers."""
+        self._tables_to_free += filter(None, tables)
+
     def sweep(self, steps: int = 1000) -> bool:
         """Return the memory of about `steps` cleared chunks (0.1 us each); True while there is more.
 
-        The smallest step is one of the 256 tables of the index.
+        The smallest step is one of the 256 tables of the index, or a table of `free_later`.
         """
+        while self._tables_to_free and steps > 0:
+            steps -= len(self._tables_to_free.pop())
         while self._closed and steps > 0:
             if self._sweeping is None:
                 self._sweeping = self._closed, iter(self._shards)
@@ -417,7 +424,7 @@ class ChunkIndex:
             else:
                 self._closed &= ~closed
                 self._sweeping = None
-        return bool(self._closed)
+        return bool(self._closed or self._tables_to_free)
 
     def holds(self, holder: ChunkHolder, space: ChunkSpace, key: ChunkKey) -> bool:
         """Does the index have this chunk for `holder`?"""

@@ -39,8 +39,8 @@ SINGLE_RANK: Final = 0x01000100
 """`kv_rank` of a model that runs on one device."""
 _KEYS_PER_STEP: Final = 512
 """Chunks that are copied in one step: 0.5 ms, and 2 ms of CPU for chunks with several parts."""
-_TABLES: Final = 64
-"""Hash tables of the chunks with several parts, so that a step of a copy reads one of them."""
+_TABLES: Final = 256
+"""Hash tables of the chunks with several parts: a step of a copy reads one, a step of a sweep frees one."""
 
 
 class StoredModel(NamedTuple):
@@ -124,8 +124,8 @@ class HeldChunks:
         """Remove all chunks. The models and the parts of their chunks stay known."""
         self._index.clear(self.holder)
         for parts in self._parts.values():
-            parts.tables = [{} for _ in range(_TABLES)]
-            parts.objects = parts.whole = 0
+            self._index.free_later(parts.tables)
+            parts.tables, parts.objects, parts.whole = [{} for _ in range(_TABLES)], 0, 0
 
     def store(self, scheme: ChunkScheme, entries: Iterable[EventEntry]) -> bool:
         """Add objects. False if they show that chunks have more parts than was known.
