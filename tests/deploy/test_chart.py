@@ -323,6 +323,9 @@ def test_a_picker_finds_the_workers_by_its_inference_pool_and_may_read_it():
         ({}, "FailOpen"),
         ({"apiKeys": {"name": "clients", "key": "keys"}}, "FailClose"),
         ({"clientKeys": {"name": "clients", "key": "keys.yaml"}}, "FailClose"),
+        ({"config": {"server": {"api_keys": ["client-key"]}}}, "FailClose"),
+        ({"config": {"server": {"client_keys": {"file": "/etc/keys.yaml"}}}}, "FailClose"),
+        ({"config": {"server": {"jwt": {"jwks_url": "https://issuer/keys"}}}}, "FailClose"),
         ({"apiKeys": {"name": "clients", "key": "keys"}, "picker": {"failureMode": "FailOpen"}}, "FailOpen"),
     ],
 )
@@ -359,6 +362,9 @@ def test_an_encrypted_picker_is_not_called_plaintext():
             {"door": "picker", "workers": {"labels": {"app": "vllm"}, "namespace": "engines"}},
             "workers.namespace: an InferencePool selects pods of its own namespace",
         ),
+        (PODS | {"config": {"server": {"port": 9000}}}, "config.server.port: the chart sets it"),
+        (PODS | {"config": {"server": {"tls": {"cert_file": "/c"}}}}, "config.server.tls: the chart sets it"),
+        (PODS | {"config": {"epp": {"http_port": 9091}}}, "config.epp.http_port: the chart sets it"),
     ],
 )
 def test_wrong_values_are_refused_in_words(values, problem):

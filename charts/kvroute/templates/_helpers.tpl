@@ -81,6 +81,9 @@ labels:
 {{- fail "no workers: set workers.labels, workers.urls or config.fleet" -}}
 {{- end -}}
 {{- if and $picker (gt (int (dig "server" "processes" 1 .Values.config)) 1) }}{{ fail "config.server.processes: must be 1 with door picker, because an endpoint picker is one process; set replicas" }}{{ end -}}
+{{- if hasKey (.Values.config.server | default dict) "port" }}{{ fail "config.server.port: the chart sets it; set service.port" }}{{ end -}}
+{{- if hasKey (.Values.config.server | default dict) "tls" }}{{ fail "config.server.tls: the chart sets it; set tls" }}{{ end -}}
+{{- if hasKey (.Values.config.epp | default dict) "http_port" }}{{ fail "config.epp.http_port: the chart sets it" }}{{ end -}}
 {{- $service := printf "%s.%s" $name .Release.Namespace -}}
 {{- $hosts := concat (list $name $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service)) .Values.ingress.hosts .Values.httpRoute.hostnames -}}
 {{- $admin := dict "api_key_file" "/run/secrets/kvroute/admin-key" "allowed_hosts" $hosts -}}

@@ -273,8 +273,12 @@ def test_the_network_lets_the_gateways_envoys_reach_pickers_and_workers(own, pla
     assert [port["port"] for port in everybody[0]] == [9002, 8080]
 
 
-def test_requests_pass_no_dead_picker_where_keys_are_checked(own, plan):
-    found = objects_of(plan(own(KEYS)))
+TOKENS = {"x-kvroute.gateway.settings": {"server": {"jwt": {"jwks_url": "https://issuer/keys"}}}}
+
+
+@pytest.mark.parametrize("checks", [KEYS, TOKENS])
+def test_requests_pass_no_dead_picker_where_keys_are_checked(own, plan, checks):
+    found = objects_of(plan(own(checks)))
 
     assert found["InferencePool", "demo"]["spec"]["endpointPickerRef"]["failureMode"] == "FailClose"
 

@@ -698,4 +698,8 @@ def test_dashboards_and_alerts_are_configmaps(own, plan):
     for board in boards:
         assert all(json.loads(text)["panels"] for text in board["data"].values())
     (rules,) = maps["-alerts"]["data"].values()
-    assert len(yaml.safe_load(rules)["groups"][0]["rules"]) == 12
+    rules = yaml.safe_load(rules)["groups"][0]["rules"]
+    assert len(rules) == 12
+    # Prometheus' operator names a job after the Service.
+    assert [each["expr"] for each in rules if "job=" in each["expr"]] == ['up{job=~"demo-gateway"} == 0']
+    assert ("Service", "demo-gateway") in objects_of(plan(own()))

@@ -328,7 +328,7 @@ def render_envoy(plan: EndpointPlan) -> dict[str, str]:
 
 def _is_open(config: dict[str, Any]) -> bool:
     """Whether requests may reach workers without a picker: then nobody checks keys."""
-    return not any(config["server"].get(name) for name in ("api_keys", "api_keys_file", "client_keys"))
+    return not any(config["server"].get(name) for name in ("api_keys", "api_keys_file", "client_keys", "jwt"))
 
 
 def _other_reports(plan: EndpointPlan, number: int) -> str:

@@ -240,7 +240,7 @@ def monitoring_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
         board = manifest("v1", "ConfigMap", plan, f"{plan.name}-dashboard-{name}", GATEWAY, data=data)
         board["metadata"]["labels"]["grafana_dashboard"] = "1"
         yield board
-    rules = {"kvroute-alerts.yaml": alert_rules()}
+    rules = {"kvroute-alerts.yaml": alert_rules(f"{plan.name}-{GATEWAY}")}
     yield manifest("v1", "ConfigMap", plan, f"{plan.name}-alerts", GATEWAY, data=rules)
     yield _monitor(plan, GATEWAY, {"http": "/metrics"})
     sidecar = {"lmcache-http": "/metrics"} if has_sidecar(plan) else {}

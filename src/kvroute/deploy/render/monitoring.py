@@ -506,12 +506,12 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
     }
 
 
-def alert_rules() -> str:
-    """The alert rules as a file for Prometheus."""
+def alert_rules(job: str = ".*kvroute.*") -> str:
+    """The alert rules as a file for Prometheus. `job` matches its label `job` of gateways."""
     rules = [
         {
             "alert": alert.name,
-            "expr": alert.expr,
+            "expr": alert.expr.replace('".*kvroute.*"', f'"{job}"'),
             "for": alert.wait,
             "labels": {"severity": alert.severity},
             "annotations": {"summary": alert.summary, "runbook": f"{RUNBOOK}#{alert.name.lower()}"},
