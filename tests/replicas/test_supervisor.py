@@ -22,6 +22,16 @@ from kvroute.replicas.supervisor import Supervisor
 logging.basicConfig(format="%(message)s", stream=sys.stderr)
 kind = sys.argv[1]
 
+forks, real_fork = [], os.fork
+
+def fork():
+    forks.append(1)
+    if kind == "third fork fails" and len(forks) == 3:
+        raise OSError(11, "Resource temporarily unavailable")
+    return real_fork()
+
+os.fork = fork
+
 def work(spec):
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -70,6 +80,18 @@ async def supervisor(kind: str) -> AsyncIterator[Running]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_successor_that_cannot_be_forked_ends_no_other_process():
+    async with supervisor("third fork fails") as running:
+        pids = await running.until(r"started \d 0 (\d+)", 2)
+        os.kill(int(pids[0]), signal.SIGKILL)
+        await running.until(r"(cannot be replaced: Resource temporarily unavailable; again in)")
+
+        (successor,) = await running.until(r"started \d 1 (\d+)")
+        assert all(Path(f"/proc/{pid}").exists() for pid in (pids[1], successor))
+        running.process.terminate()
+        assert await running.exit_code() == 0
 
 
 async def test_a_process_that_dies_is_replaced_and_the_other_keeps_running():

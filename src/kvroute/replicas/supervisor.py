@@ -124,12 +124,23 @@ class Supervisor:
                 self._start(child, mask)
 
     def _start(self, child: _Child, mask: set[int | signal.Signals]) -> None:
-        child.generation += 1
-        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        sys.stdout.flush()
-        sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid, reading, writing = _fork()
+        except OSError as error:
+            if child.generation < 0:
+                raise
+            # The other processes serve: a lack of memory or of process ids must not end them.
+            child.restart_at = self._clock.now() + child.pause_s
+            log.error(
+                "process %d cannot be replaced: %s; again in %.1f s",
+                child.number,
+                error.strerror,
+                child.pause_s,
+            )
+            child.pause_s = min(2 * child.pause_s, _MAX_PAUSE_S)
+            return
+        child.generation += 1
         if pid:
             os.close(writing)
             child.pid, child.started, child.ready = pid, self._clock.now(), reading
@@ -207,6 +218,19 @@ class Supervisor:
                 log.error("process %d does not stop in time; it is killed", child.number)
                 os.kill(child.pid, signal.SIGKILL)
         self._kill_at = self._clock.now() + self._grace_s
+
+
+def _fork() -> tuple[int, int, int]:
+    """Fork. Returns the child's pid, 0 in the child, and the ends of a pipe for reading and writing."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        return os.fork(), reading, writing
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        raise
 
 
 def _end_with_parent(parent: int) -> None:
