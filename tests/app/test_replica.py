@@ -12,7 +12,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.mesh import GATHER_S
-from kvroute.replicas.messages import EndedRequests
+from kvroute.replicas.messages import EndedRequests, SessionForgotten
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import RouteQuery
 
@@ -71,6 +71,30 @@ def test_answers_that_have_arrived_are_read_before_dispatches_are_published():
         messages = runner.run(work())
 
     assert [type(message) for message in messages] == [EndedRequests]
+
+
+def test_a_state_that_is_asked_for_starts_no_second_series_of_messages():
+    async def work() -> int:
+        loop, timers = asyncio.get_running_loop(), []
+        call_later = loop.call_later
+
+        def counted(*arguments):
+            timers.append(call_later(*arguments))
+            return timers[-1]
+
+        loop.call_later = counted
+        clock, fleet = SystemClock(), Fleet()
+        replica = Replica(0, Published(), None, generation=0)
+        health = HealthMonitor.__new__(HealthMonitor)  # no message reaches it
+        router = Router(observer=replica.own)
+        replica.attach_services(fleet, router, health, clock, None, None, None)
+        for number in range(5):
+            replica.publish(SessionForgotten(str(number)))
+            replica.state()
+        replica.publish(SessionForgotten("last"))
+        return sum(not timer.cancelled() for timer in timers)
+
+    assert asyncio.run(work()) == 1
 
 
 def _pairs():

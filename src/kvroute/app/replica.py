@@ -280,6 +280,8 @@ class Replica:
             self._timer = loop.call_later(after_s, lambda: soon(lambda: soon(self._flush)))
 
     def _flush(self, *, everything: bool = False) -> None:
+        if self._timer is not None:  # `state` flushes early: a timer left alone would start another chain
+            self._timer.cancel()
         self._timer, now = None, self._clock.now()
         messages = self.own.take(now, everything=everything)
         if self.own.due_at is not None:
