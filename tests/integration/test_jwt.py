@@ -57,7 +57,8 @@ def file(tmp_path: Path) -> Path:
 
 def server_of(file: Path, **options: Any) -> dict[str, Any]:
     usual = {"algorithms": ["ES256", "RS256"], "issuer": ISSUER, "audience": AUDIENCE}
-    return {"jwt": {**usual, "refresh_interval_s": 0.1, **options}, "client_keys": {"file": str(file)}}
+    jwt = {**usual, "refresh_interval_s": 0.1, "timeout_s": 20.0, **options}
+    return {"jwt": jwt, "client_keys": {"file": str(file)}}
 
 
 async def chat(running: Any, key: str, **fields: Any) -> Any:
