@@ -14,6 +14,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
+from kvroute.replicas.envelope import SPLIT_BYTES, encode_payloads
 from kvroute.replicas.members import apply_recent_prompts, recent_prompts
 from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
 from kvroute.replicas.messages import (
@@ -487,6 +488,25 @@ def test_a_process_that_joins_receives_the_route_history(clock):
 
     for text in texts:
         assert late.explained(text) == one.explained(text)
+
+
+def test_a_long_route_history_is_sent_in_messages_that_fit_into_envelopes(clock):
+    one, late = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    rng = random.Random(5)
+    shared = f"{rng.getrandbits(160_000):x}"
+    texts = [f"{shared}{rng.getrandbits(600):x}" for _ in range(150)]
+    for text in texts:
+        one.send(text)[0].finish(clock.now())
+
+    messages = list(recent_prompts(one.router, one.fleet.workers()))
+    assert sum(len(keys) for each in messages for keys in each.prompts) > 2 * SPLIT_BYTES
+    longest = max(len(keys) for each in messages for keys in each.prompts)
+    for message in messages:
+        (payload,) = encode_payloads([message])
+        assert len(payload) < SPLIT_BYTES + 2 * longest
+        apply_recent_prompts(late.router, late.fleet, late.groups, message)
+
+    assert [late.explained(text) for text in texts] == [one.explained(text) for text in texts]
 
 
 def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):

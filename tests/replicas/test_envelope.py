@@ -79,7 +79,7 @@ def test_a_message_about_another_format_says_which():
 
 
 def test_messages_arrive_in_order_and_large_batches_are_divided(monkeypatch):
-    monkeypatch.setattr(wire, "_SPLIT_BYTES", 100)
+    monkeypatch.setattr(wire, "SPLIT_BYTES", 100)
     messages = [Finished(number) for number in range(200)] + [RecentPrompts("w", [bytes(300)])]
 
     payloads = list(encode_payloads(messages))

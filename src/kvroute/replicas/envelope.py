@@ -29,7 +29,7 @@ ID_BYTES: Final = 8
 TO_ALL: Final = bytes(ID_BYTES)
 MAX_ENVELOPE_BYTES: Final = 4 * 1024 * 1024
 """A larger one is refused; it has room for the longest prompt whose keys are sent (4 MiB of text)."""
-_SPLIT_BYTES: Final = 256 * 1024
+SPLIT_BYTES: Final = 256 * 1024
 """A batch above this size is divided, so that an envelope does not occupy Redis and event loops for long."""
 
 _HEADER: Final = Packing(">4sBBBB8s8s8sqd")
@@ -152,9 +152,9 @@ def unpack(data: bytes, key: bytes | None) -> Envelope:
 
 
 def encode_payloads(messages: Sequence[SharedMessage]) -> Iterable[bytes]:
-    """`messages` as one or more payloads of at most `_SPLIT_BYTES`, or of one message."""
+    """`messages` as one or more payloads of at most `SPLIT_BYTES`, or of one message."""
     payload = _encode(messages)
-    if len(payload) <= _SPLIT_BYTES or len(messages) == 1:
+    if len(payload) <= SPLIT_BYTES or len(messages) == 1:
         yield payload
         return
     middle = len(messages) // 2

@@ -13,7 +13,7 @@ from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
-from kvroute.replicas.envelope import Refusal
+from kvroute.replicas.envelope import SPLIT_BYTES, Refusal
 from kvroute.replicas.messages import LearnedCosts, MemberState, RecentPrompts, pack_keys, unpack_keys
 from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.router import Router
@@ -21,7 +21,7 @@ from kvroute.routing.router import Router
 _RECENT_BLOCKS: Final = 4_000_000
 """Most blocks, of all workers together, that a joining process gets: 32 MB."""
 _RECENT_PROMPTS: Final = 256
-"""Prompts in one message."""
+"""Prompts in one message. It ends earlier at `SPLIT_BYTES`, because an envelope has at least one message."""
 JOINS: Final = -1
 """In place of the number of a batch: this process does not have the member's state yet."""
 
@@ -167,11 +167,15 @@ def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[Recent
     """A snapshot of the route history, for a process that joins."""
     blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
     for worker in workers:
-        prompts = router.recent_prompts(worker, blocks_per_worker)
-        for start in range(0, len(prompts), _RECENT_PROMPTS):
-            yield RecentPrompts(
-                worker.id, [pack_keys(keys) for keys in prompts[start : start + _RECENT_PROMPTS]]
-            )
+        packed, size = list[bytes](), 0
+        for keys in router.recent_prompts(worker, blocks_per_worker):
+            packed.append(pack_keys(keys))
+            size += len(packed[-1])
+            if size >= SPLIT_BYTES or len(packed) == _RECENT_PROMPTS:
+                yield RecentPrompts(worker.id, packed)
+                packed, size = [], 0
+        if packed:
+            yield RecentPrompts(worker.id, packed)
 
 
 def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent: RecentPrompts) -> None:
