@@ -456,7 +456,26 @@ async def test_messages_that_cannot_be_handled_do_not_end_the_sharing(two, bus, 
 
     assert (one.id, Finished(2)) in other.listener.received
     assert other.channel.counts.refused[Refusal.MALFORMED] == 1
-    assert "handling an envelope" in caplog.text
+    assert f"handling a message of {one.channel.name} failed" in caplog.text
+
+
+async def test_the_messages_after_one_that_cannot_be_handled_are_applied(two, bus):
+    one, other = two
+    apply = other.listener.on_message
+
+    def fail_first(peer, message):
+        if message == Finished(1):
+            raise KeyError("a defect")
+        apply(peer, message)
+
+    other.listener.on_message = fail_first
+    one.channel.publish(Finished(1), Finished(2))
+    one.channel.flush()
+    bus.pump()
+
+    assert [message for _, message in other.listener.received if isinstance(message, Finished)] == [
+        Finished(2)
+    ]
 
 
 async def test_a_member_of_another_format_is_refused_in_words(two, bus, caplog):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from math import inf, nan
 
+import msgspec
 import pytest
 from tests.support.clocks import ManualClock
 
@@ -14,7 +16,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
-from kvroute.replicas.envelope import SPLIT_BYTES, encode_payloads
+from kvroute.replicas.envelope import SPLIT_BYTES, decode_payload, encode_payloads
 from kvroute.replicas.members import apply_recent_prompts, recent_prompts
 from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
 from kvroute.replicas.messages import (
@@ -558,6 +560,33 @@ def test_figures_that_do_not_fit_are_no_message(change):
 
     with pytest.raises(ValueError, match="do not fit"):
         EndedRequests(**whole | keys | change)
+
+
+def test_a_reason_of_a_later_release_is_load_like_any_other(clock):
+    one, other = Gateway("session", clock), Gateway("session", clock)
+    dispatch, _ = one.send("Hi.", session_key="s")
+    (sent,) = one.own.take(clock.now(), everything=True)
+
+    other.peers.dispatched("peer", msgspec.structs.replace(sent, reason="of a later release"))
+    assert sum(worker.load.in_flight for worker in other.fleet.workers()) == 1
+    other.peers.finished("peer", sent.id)
+    assert sum(worker.load.in_flight for worker in other.fleet.workers()) == 0
+    dispatch.finish(clock.now())
+
+
+@pytest.mark.parametrize("figure", [nan, inf, -inf, 1e300])
+def test_absurd_figures_of_a_dispatch_are_refused(clock, figure):
+    one = Gateway("prefixaware", clock)
+    dispatch, _ = one.send("hello " * 100)
+    (sent,) = one.own.take(clock.now(), everything=True)
+    dispatch.finish(clock.now())
+    prompts = [msgspec.structs.replace(each, block_tokens=figure) for each in sent.prompts]
+    assert prompts
+
+    for change in ({"prefill_s": figure}, {"prompts": prompts}):
+        wrong, right = msgspec.structs.replace(sent, **change), FirstToken(sent.id)
+        (payload,) = encode_payloads([wrong, right])
+        assert decode_payload(payload) == ([right], 1)
 
 
 def test_unknown_groups_are_asked_for_once_for_all_prompts_that_begin_with_them(clock):

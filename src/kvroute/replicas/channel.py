@@ -9,6 +9,7 @@ its state. A member that is silent for `_DEAD_S` is dead until the next message 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -202,13 +203,11 @@ class Channel:
 
     async def has_room(self) -> None:
         """Wait until little waits to be sent, for a sender of much; at most a second."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 while self._queue.waiting_bytes > _ROOM_BYTES:
                     self._room.clear()
                     await self._room.wait()
-        except TimeoutError:
-            return
 
     async def aclose(self) -> None:
         """Say goodbye, then end every task."""
@@ -217,13 +216,11 @@ class Channel:
         if self.is_up:
             self.publish(Leaving())
             self.flush()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     while self._queue.waiting_bytes:
                         self._room.clear()
                         await self._room.wait()
-            except TimeoutError:
-                pass
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -290,8 +287,7 @@ class Channel:
             self._receive(envelope)
         except Refused as refused:
             self._refuse(refused)
-        except Exception:
-            # One bad message must not end the sharing. The member's next state repairs the rest.
+        except Exception:  # one bad envelope must not end the sharing
             log.exception("handling an envelope of the fleet failed")
 
     def on_up(self) -> None:
@@ -354,7 +350,10 @@ class Channel:
         if envelope.is_signed and envelope.to == self.id:
             member.is_believed, member.unproven = True, 0
         for message in messages:
-            self._apply(member, envelope, message)
+            try:
+                self._apply(member, envelope, message)
+            except Exception:  # the messages after it are not sent again
+                log.exception("handling a message of %s failed", member.name)
 
     def _apply(self, member: Member, envelope: Envelope, message: SharedMessage) -> None:
         assert self._listener is not None

@@ -72,6 +72,8 @@ _ASK_AGAIN_S: Final = 2.0
 _NO_KEYS: Final = array("Q")
 _NO_CHUNKS: Final = PromptChunks(())
 _NO_TERMS: Final = CostTerms()
+_REASONS: Final = {str(reason): reason for reason in RouteReason}
+"""A later release may have more: strategies then take such a request as one that had no choice."""
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[int | None, Sequence[int]]]
 
 
@@ -472,7 +474,7 @@ class PeerDecisions:
         candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, _NO_TERMS, held)
         others = self._candidates(sent.model) if sent.strategy in self._observed else ()
         ranking = (candidate, *others) if sent.first else (*others, candidate)
-        decision = RouteDecision(sent.strategy, RouteReason(sent.reason), ranking)
+        decision = RouteDecision(sent.strategy, _REASONS.get(sent.reason, RouteReason.ONLY_WORKER), ranking)
         return self._router.dispatch(query, decision, candidate, now, is_own=False)
 
     def _prompts(self, peer: PeerId, worker_id: str, sent: Sequence[PromptSent]) -> list[PromptKeys]:

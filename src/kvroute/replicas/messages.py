@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from math import inf
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,9 @@ from kvroute.wire.lmcache_server import (
     ControllerReport,
     FullSyncWanted,
 )
+
+Figure: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+"""One that is no number, or absurd, is refused: it would stay in a worker's load or averages for good."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -231,7 +234,7 @@ class PromptSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     known: int | None
     fresh: bytes
     tokens: int
-    block_tokens: float
+    block_tokens: Figure
 
 
 class ExactSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -256,7 +259,7 @@ class Dispatched(PeerMessage, frozen=True):
     strategy: str
     reason: str
     first: bool
-    prefill_s: float
+    prefill_s: Figure
     tokens: int
     matched_tokens: int
     streamed: bool
@@ -290,7 +293,6 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     def __post_init__(self) -> None:
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
         has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
-        # A figure that is no number would stay in a worker's averages for good.
         if not has_keys or len(self.repeated) % 8 or not all(0 <= each < inf for each in figures):
             raise ValueError("the figures of requests that have ended do not fit")
 
@@ -538,13 +540,9 @@ def pack_keys(keys: Sequence[int]) -> bytes:
 
 def unpack_keys(keys: bytes) -> array[int]:
     """The keys that `pack_keys` packed."""
-    numbers = array("Q")
-    numbers.frombytes(keys)
-    return numbers
+    return array("Q", keys)
 
 
 def unpack_ids(ids: bytes) -> array[int]:
     """Token ids that were packed as 32-bit numbers."""
-    numbers = array("I")
-    numbers.frombytes(ids)
-    return numbers
+    return array("I", ids)
