@@ -27,7 +27,13 @@ from kvroute.gateway.planner import ResponseOwners
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.envelope import ID_BYTES
-from kvroute.replicas.members import apply_learned_costs, apply_recent_prompts, learned_costs, recent_prompts
+from kvroute.replicas.members import (
+    Joining,
+    apply_learned_costs,
+    apply_recent_prompts,
+    learned_costs,
+    recent_prompts,
+)
 from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,
@@ -57,6 +63,7 @@ from kvroute.replicas.metrics import merge_decisions, merge_predictions
 from kvroute.replicas.options import SharingOptions
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.session import Session
+from kvroute.wire.lmcache_server import CacheServerStore
 
 if TYPE_CHECKING:
     from kvroute.app.cache_tracker import CacheMapPublisher
@@ -164,6 +171,7 @@ _PREDICTIONS: Final = "predictions"
 _OWNERS: Final = 10_000
 """Most owners of stored responses in a snapshot."""
 _TOGETHER: Final = 1000
+_PARTS_OF_STATES: Final = {LearnedCosts, PlacedSessions, KeysRefilling, RecentPrompts, CacheServerStore}
 
 
 class SharedOwners(ResponseOwners):
@@ -212,14 +220,13 @@ class Replica:
         self._reports: CacheReports | None = None
         self._ring: KeyRing | None = None
         # Processes of a gateway that start together are in sync: no request was dispatched yet.
-        self._is_synced = generation == 0 and channel is None
-        self._needs_snapshot = not self._is_synced
-        self._synced = asyncio.Event()
-        self._snapshot_source: PeerId | None = None
-        self._needs_reports = False
-        """Whether LMCache's earlier reports are missing here. Only some of the others have them."""
-        self._reports_source: PeerId | None = None
-        self._handlers: Mapping[type, Callable[[PeerId, Any], object]] = {}
+        self._joining = Joining(
+            self.send,
+            lambda: () if channel is None else channel.reporting_peers,
+            is_needed=generation > 0 or channel is not None,
+        )
+        self._is_charged = False  # with the use of limits by others
+        self._handlers: dict[type, Callable[[PeerId, Any], object]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -239,7 +246,8 @@ class Replica:
         reports: CacheReports | None,
     ) -> None:
         """Connect the services that the other processes' messages change."""
-        self._reports, self._needs_reports = reports, reports is not None and self._needs_snapshot
+        self._reports, joining = reports, self._joining
+        joining.needs_reports = reports is not None and joining.needs_state
         self._fleet, self._router, self._health, self._clock = fleet, router, health, clock
         self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
@@ -263,6 +271,8 @@ class Replica:
             InSync: self._on_in_sync,
             **({} if reports is None else reports.handlers),
         }
+        for kind in _PARTS_OF_STATES & self._handlers.keys():
+            self._handlers[kind] = joining.noted(self._handlers[kind])
         fleet.subscribe_admin_overrides(self._overrides_changed)
         fleet.subscribe(self._fleet_changed)
 
@@ -320,6 +330,8 @@ class Replica:
             await self.mesh.start(self)
         if self.channel is not None:
             await self.channel.start(self)
+            asking = self._joining.ask_until_it_has_the_state(self._clock)
+            self._tasks.add(asyncio.create_task(asking, name="state of the others"))
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
         """Wait for the others' state: `timeout_s` at most, with other gateways the longer of both times."""
@@ -329,14 +341,16 @@ class Replica:
                     *(() if self.mesh is None else (self.mesh.all_linked(),)),
                     *(() if self.channel is None else (self.channel.joined(join_timeout_s),)),
                 )
-                if self._snapshot_source is not None or self._reports_source is not None:
-                    await self._synced.wait()
+                if self._joining.is_waiting:
+                    await self._joining.has_joined.wait()
                 await (self._reports.settled() if self._reports is not None else asyncio.sleep(0))
         except TimeoutError:
             log.warning("process %d starts without the whole state of the others", self.number)
-        self._is_synced = True  # also after a timeout: no process could send the state
+        self._joining.is_synced = True  # also after a timeout: no process could send the state
         if missing := self._missing():
             log.warning("starting without a link to process %s", ", ".join(map(str, missing)))
+        elif self.channel is None or self.channel.is_up:
+            self._joining.needs_nothing()
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -389,7 +403,7 @@ class Replica:
 
     @property
     def is_synced(self) -> bool:
-        return self._is_synced
+        return self._joining.is_synced
 
     def greeting(self, peer: PeerId) -> Sequence[Message]:
         messages: list[Message] = [*self.state()]
@@ -408,15 +422,8 @@ class Replica:
         ]
 
     def on_linked(self, peer: PeerId, *, is_synced: bool) -> None:
-        # Also when this process serves already, because no other one was reached at its start.
-        needs_reports = self._needs_reports and is_synced and self._reports_source is None
-        if needs_reports and self.channel is not None and peer in self.channel.reporting_peers:
-            self._reports_source = peer
-        if self._needs_snapshot and is_synced and self._snapshot_source is None:
-            self._snapshot_source = peer
-            self.send(peer, SnapshotRequest())
-        elif needs_reports and peer == self._reports_source:
-            self.send(peer, SnapshotRequest(only_reports=True))
+        if is_synced:
+            self._joining.linked(peer)
 
     @property
     def has_reports(self) -> bool:
@@ -446,10 +453,7 @@ class Replica:
             self._reports.on_peer_gone(peer)
         if self._ring is not None:
             self._ring.peer_gone(peer)
-        if peer == self._snapshot_source and self._needs_snapshot:
-            self._snapshot_source = None
-        if peer == self._reports_source and self._needs_reports:
-            self._reports_source = None
+        self._joining.gone(peer)
         if peer == TRACKING_PROCESS and self._mirror is not None:
             self._mirror.caches.on_tracker_gone()
 
@@ -487,15 +491,11 @@ class Replica:
             yield (recent,)
 
     def _on_in_sync(self, peer: PeerId, _: InSync) -> None:
-        self._needs_snapshot = self._needs_snapshot and peer != self._snapshot_source
-        self._needs_reports = self._needs_reports and peer != self._reports_source
+        self._joining.received(peer)
         log.info("process %d has received the state of process %s", self.number, peer)
-        if not self._needs_snapshot and not (self._needs_reports and self._reports_source is not None):
-            self._is_synced = True
-            self._synced.set()
 
     def _on_learned_costs(self, peer: PeerId, message: LearnedCosts) -> None:
-        if peer == self._snapshot_source:
+        if peer == self._joining.source:
             apply_learned_costs(self._router, self._fleet, message)
 
     def _sessions(self) -> Session:
@@ -504,7 +504,7 @@ class Replica:
         return strategy
 
     def _on_placed_sessions(self, peer: PeerId, message: PlacedSessions) -> None:
-        if peer == self._snapshot_source:
+        if peer == self._joining.source:
             for model, place, home, worker in message.placements:
                 self._sessions().place(model, place, WorkerId(home), WorkerId(worker))
 
@@ -513,7 +513,8 @@ class Replica:
             self._ring.used_elsewhere(peer, SharedUse(*msgspec.structs.astuple(message)))
 
     def _on_keys_refilling(self, peer: PeerId, message: KeysRefilling) -> None:
-        if self._ring is not None and peer == self._snapshot_source:
+        if self._ring is not None and peer == self._joining.source and not self._is_charged:
+            self._is_charged = True  # another answer has the same use
             for use in message.uses:
                 self._ring.charge(*use)
 

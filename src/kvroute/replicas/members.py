@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
 from kvroute.blocks.keys import BlockKey
 from kvroute.blocks.known_prompts import KeyGroups
+from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker
 from kvroute.replicas.envelope import SPLIT_BYTES, Refusal
-from kvroute.replicas.messages import LearnedCosts, MemberState, RecentPrompts, pack_keys, unpack_keys
+from kvroute.replicas.messages import (
+    LearnedCosts,
+    MemberState,
+    PeerId,
+    RecentPrompts,
+    SnapshotRequest,
+    pack_keys,
+    unpack_keys,
+)
 from kvroute.routing.cost_parameters import LearnedModel
 from kvroute.routing.router import Router
 
@@ -22,6 +32,7 @@ _RECENT_BLOCKS: Final = 4_000_000
 """Most blocks, of all workers together, that a joining process gets: 32 MB."""
 _RECENT_PROMPTS: Final = 256
 """Prompts in one message. It ends earlier at `SPLIT_BYTES`, because an envelope has at least one message."""
+_ANSWER_S: Final = 5.0
 JOINS: Final = -1
 """In place of the number of a batch: this process does not have the member's state yet."""
 
@@ -161,6 +172,101 @@ def describe_process(
         "gaps": 0,
         "missed_batches": 0,
     }
+
+
+class Joining:
+    """Whom a process asks for the state that it lacks, until it has it. Mutable: by the replica.
+
+    Only some of the others have LMCache's earlier reports (`reporting`), so these may come from another one.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[PeerId, SnapshotRequest], object],
+        reporting: Callable[[], Collection[PeerId]],
+        *,
+        is_needed: bool,
+    ) -> None:
+        self.is_synced = not is_needed
+        """Whether others may ask this process for its state."""
+        self.has_joined = asyncio.Event()
+        self.source: PeerId | None = None
+        """The process that was asked for the state without the reports."""
+        self.needs_state = is_needed
+        self.needs_reports = False
+        self._ask = ask
+        self._reporting = reporting
+        self._reports_source: PeerId | None = None
+        self._synced: dict[PeerId, None] = {}
+        """Linked processes that can be asked; the one that did not answer is the last."""
+        self._is_heard = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer is expected."""
+        asked_state = self.needs_state and self.source is not None
+        return asked_state or (self.needs_reports and self._reports_source is not None)
+
+    def linked(self, peer: PeerId) -> None:
+        """A process that can be asked is linked. Also when this process serves already, because no other one
+        was reached at its start."""
+        self._synced[peer] = None
+        self._ask_for_the_rest()
+
+    def gone(self, peer: PeerId) -> None:
+        """A process is gone: what it was asked for is asked of another one."""
+        self._synced.pop(peer, None)
+        if peer == self.source and self.needs_state:
+            self.source = None
+        if peer == self._reports_source and self.needs_reports:
+            self._reports_source = None
+        self._ask_for_the_rest()
+
+    def received(self, peer: PeerId) -> None:
+        """The state of a process is complete."""
+        self.needs_state = self.needs_state and peer != self.source
+        self.needs_reports = self.needs_reports and peer != self._reports_source
+        if not self.needs_state and not (self.needs_reports and self._reports_source is not None):
+            self.is_synced = True
+            self.has_joined.set()
+
+    def needs_nothing(self) -> None:
+        """All others are linked, and none has a state: later their states would be counted twice here."""
+        if not self._synced:
+            self.needs_state = self.needs_reports = False
+
+    def noted(self, handler: Callable[[PeerId, Any], object]) -> Callable[[PeerId, Any], object]:
+        """A handler of a part of the state, which shows that the process that was asked answers."""
+
+        def handle(peer: PeerId, message: Any) -> None:
+            self._is_heard = self._is_heard or peer == self.source
+            handler(peer, message)
+
+        return handle
+
+    async def ask_until_it_has_the_state(self, clock: Clock) -> None:
+        """Ask another process when the one that was asked sends nothing for `_ANSWER_S`: the question or the
+        end of the answer was lost with a connection to Redis."""
+        while self.needs_state:
+            await clock.sleep(_ANSWER_S)
+            is_silent, self._is_heard = not self._is_heard, False
+            if is_silent and self.needs_state and self.source is not None:
+                self._synced.pop(self.source, None)
+                self._synced[self.source] = None
+                self.source = None
+                self._ask_for_the_rest()
+
+    def _ask_for_the_rest(self) -> None:
+        reporting = self._reporting() if self.needs_reports else ()
+        for peer in list(self._synced):
+            needs_reports = self.needs_reports and self._reports_source is None and peer in reporting
+            if needs_reports:
+                self._reports_source = peer
+            if self.needs_state and self.source is None:
+                self.source, self._is_heard = peer, True
+                self._ask(peer, SnapshotRequest())
+            elif needs_reports:
+                self._ask(peer, SnapshotRequest(only_reports=True))
 
 
 def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
