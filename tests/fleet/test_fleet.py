@@ -424,21 +424,21 @@ def test_a_worker_may_join_draining() -> None:
 
 def test_admin_overrides_are_published_and_apply_in_another_fleet() -> None:
     there, here = fleet_of("a", "b"), fleet_of("a", "b")
-    published: list[AdminOverrides] = []
-    there.subscribe_admin_overrides(published.append)
+    published: list[tuple[WorkerId, AdminOverrides]] = []
+    there.subscribe_admin_overrides(lambda *change: published.append(change))
 
     there.drain("a")
     there.add(spec("c"))
     there.remove("b")
-    here.apply_admin_overrides(published[-1])
+    here.apply_admin_overrides(published[-1][1])
 
     assert [(w.id, w.state) for w in here.workers()] == [(w.id, w.state) for w in there.workers()]
     assert here.get("a").state is HealthState.DRAINING
 
     there.undrain("a")
-    here.apply_admin_overrides(published[-1])
+    here.apply_admin_overrides(published[-1][1])
 
-    assert len(published) == 4
+    assert [worker for worker, _ in published] == ["a", "c", "b", "a"]
     assert here.get("a").state is there.get("a").state is not HealthState.DRAINING
 
 
@@ -455,8 +455,8 @@ def test_a_drain_elsewhere_of_a_worker_that_is_not_known_yet_waits_for_it() -> N
 
 def test_applying_a_peers_overrides_publishes_nothing() -> None:
     here = fleet_of("a")
-    published: list[AdminOverrides] = []
-    here.subscribe_admin_overrides(published.append)
+    published: list[tuple[WorkerId, AdminOverrides]] = []
+    here.subscribe_admin_overrides(lambda *change: published.append(change))
 
     here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 

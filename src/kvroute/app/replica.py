@@ -74,9 +74,10 @@ if TYPE_CHECKING:
 class OverrideLog:
     """The latest entry of each worker that was ever changed by hand.
 
-    Of two entries the later one is valid: so processes that were separated agree again. Mutable: `changed`
-    adds this process's changes, `merge` those of others. An entry without an effect stays: it is the end of a
-    drain that another process may still have.
+    Of two entries the later one is valid: so processes that were separated agree again. A drain or removal
+    that ends because a worker leaves is no change by hand: its entry loses the effect and keeps the stamp.
+    Mutable: `changed` adds this process's changes, `merge` those of others. An entry without an effect stays:
+    it is the end of a drain that another process may still have.
     """
 
     def __init__(self, author: str) -> None:
@@ -84,40 +85,49 @@ class OverrideLog:
         self._author = author
         self._time = 0
         self._entries: dict[str, OverrideEntry] = {}
+        self._ended: set[str] = set()
+        """Workers whose entry has lost its effect because they left in this process."""
 
-    def changed(self, overrides: AdminOverrides) -> OverridesChanged:
-        """Stamp what has changed since the last call or `merge`; returns the entries for other processes."""
-        self._time += 1
-        stamp = self._time, self._author
-        fresh = [
-            each
-            for each in _entries_of(overrides, self._entries, stamp)
-            if _effect(each) != _effect(self._entries.get(each.worker))
-        ]
-        self._entries.update((entry.worker, entry) for entry in fresh)
-        return OverridesChanged(fresh)
+    def changed(self, worker: WorkerId, overrides: AdminOverrides, wall_s: float) -> OverridesChanged:
+        """Stamp a change of `worker` by hand, for other processes; `overrides` are the fleet's after it."""
+        # The wall clock, so that the later change wins after a separation. The maximum, so that others can
+        # still change what a process whose clock is ahead has changed.
+        self._time = max(self._time + 1, int(wall_s * 1000))
+        self._entries[worker] = entry = _entry_of(worker, overrides, (self._time, self._author))
+        self._ended.discard(worker)
+        return OverridesChanged([entry])
 
     def merge(self, message: OverridesChanged, current: AdminOverrides) -> AdminOverrides | None:
         """Take over later entries; `current` are the fleet's overrides.
 
         Returns all overrides that are valid now, None if nothing has changed.
         """
+        self._end(current)
         is_changed = False
-        for name, entry in self._entries.items():
-            if entry.removed and name not in current.removed:
-                # Its source has stopped to list the worker, which ends the removal in every process.
-                self._entries[name] = msgspec.structs.replace(entry, removed=False)
         for entry in message.entries:
             self._time = max(self._time, entry.stamp[0])
             known = self._entries.get(entry.worker)
-            if known is None or known.stamp < entry.stamp:
+            # With one stamp, only some processes have seen the worker leave. One that joins hears both kinds,
+            # in any order: the drain wins, because an operator may be at work on the worker.
+            holds = (entry.removed or entry.drained) and entry.worker not in self._ended
+            if known is None or (known.stamp, False) < (entry.stamp, holds):
                 is_changed = is_changed or _effect(known) != _effect(entry)
                 self._entries[entry.worker] = entry
+                self._ended.discard(entry.worker)
         return self._overrides() if is_changed else None
 
-    def snapshot(self) -> OverridesChanged:
-        """All entries, for a process that joins or was cut off."""
+    def snapshot(self, current: AdminOverrides) -> OverridesChanged:
+        """All entries, for a process that joins or was cut off; `current` are the fleet's overrides."""
+        self._end(current)
         return OverridesChanged(list(self._entries.values()))
+
+    def _end(self, current: AdminOverrides) -> None:
+        """End what the fleet has ended. It keeps the drains of workers that no source has listed yet."""
+        for name, entry in self._entries.items():
+            is_removed, is_drained = name in current.removed, name in current.drained
+            if (entry.removed and not is_removed) or (entry.drained and not is_drained):
+                self._entries[name] = msgspec.structs.replace(entry, removed=False, drained=False)
+                self._ended.add(name)
 
     def _overrides(self) -> AdminOverrides:
         entries = self._entries.values()
@@ -132,20 +142,9 @@ def _effect(entry: OverrideEntry | None) -> tuple[AdminWorkerSpec | None, bool, 
     return (None, False, False) if entry is None else (entry.added, entry.removed, entry.drained)
 
 
-def _entries_of(
-    overrides: AdminOverrides, known: Iterable[str], stamp: tuple[int, str]
-) -> Iterable[OverrideEntry]:
-    """An entry for each worker that is changed now or has an entry already."""
-    added = {spec.id: spec for spec in overrides.added}
-    for worker in sorted({*added, *overrides.removed, *overrides.drained, *map(WorkerId, known)}):
-        spec = added.get(worker)
-        yield OverrideEntry(
-            worker,
-            stamp,
-            None if spec is None else _message_of(spec),
-            worker in overrides.removed,
-            worker in overrides.drained,
-        )
+def _entry_of(worker: WorkerId, overrides: AdminOverrides, stamp: tuple[int, str]) -> OverrideEntry:
+    added = next((_message_of(spec) for spec in overrides.added if spec.id == worker), None)
+    return OverrideEntry(worker, stamp, added, worker in overrides.removed, worker in overrides.drained)
 
 
 def _message_of(spec: WorkerSpec) -> AdminWorkerSpec:
@@ -413,7 +412,7 @@ class Replica:
 
     def state(self) -> Sequence[SharedMessage]:
         self._flush(everything=True)  # so that the state has everything that is not sent after it
-        overrides = self._overrides.snapshot()
+        overrides = self._overrides.snapshot(self._fleet.admin_overrides())
         uses = [] if self._ring is None else self._ring.own_uses()
         return [
             *([overrides] if overrides.entries else []),
@@ -527,8 +526,8 @@ class Replica:
         if (overrides := self._overrides.merge(message, self._fleet.admin_overrides())) is not None:
             self._fleet.apply_admin_overrides(overrides)
 
-    def _overrides_changed(self, overrides: AdminOverrides) -> None:
-        self.publish(self._overrides.changed(overrides))
+    def _overrides_changed(self, worker: WorkerId, overrides: AdminOverrides) -> None:
+        self.publish(self._overrides.changed(worker, overrides, self._clock.wall()))
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.EJECTED and worker.ejection is not None:

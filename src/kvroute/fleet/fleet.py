@@ -199,7 +199,7 @@ class Fleet:
         self._assumed: set[WorkerId] = set()
         """Workers for which the log has the warning about an assumed capacity."""
         self._listeners: list[FleetListener] = []
-        self._override_listeners: list[Callable[[AdminOverrides], None]] = []
+        self._override_listeners: list[Callable[[WorkerId, AdminOverrides], None]] = []
         self._views: dict[str, FleetView] = {}
         self.version = 0
         """Rises whenever membership, states or models change. Callers only read it."""
@@ -310,7 +310,7 @@ class Fleet:
                 raise InvalidRequest(f"The worker {worker.id!r} has this URL already.", param="url")
         self._desired.add(spec)
         self._reconcile()
-        self._publish_overrides()
+        self._publish_overrides(spec.id)
         return self.get(spec.id)
 
     def remove(self, worker_id: str) -> None:
@@ -320,12 +320,12 @@ class Fleet:
         """
         self._desired.remove(self.get(worker_id).id)
         self._reconcile()
-        self._publish_overrides()
+        self._publish_overrides(WorkerId(worker_id))
 
     # The admin API's changes, for peers
 
-    def subscribe_admin_overrides(self, listener: Callable[[AdminOverrides], None]) -> None:
-        """Call `listener` with the current overrides after each `add`, `remove`, `drain` and `undrain`."""
+    def subscribe_admin_overrides(self, listener: Callable[[WorkerId, AdminOverrides], None]) -> None:
+        """Call `listener` with worker and current overrides after `add`, `remove`, `drain` and `undrain`."""
         self._override_listeners.append(listener)
 
     def admin_overrides(self) -> AdminOverrides:
@@ -345,9 +345,9 @@ class Fleet:
             if self._update_draining(worker):
                 self._changed((FleetChange.STATE, worker))
 
-    def _publish_overrides(self) -> None:
+    def _publish_overrides(self, changed: WorkerId) -> None:
         for listener in self._override_listeners:
-            listener(self.admin_overrides())
+            listener(changed, self.admin_overrides())
 
     def _reconcile(self) -> None:
         desired = self._desired.merged()
@@ -460,7 +460,7 @@ class Fleet:
         self._drained.add(worker.id)
         if self._update_draining(worker):
             self._changed((FleetChange.STATE, worker))
-        self._publish_overrides()
+        self._publish_overrides(worker.id)
         return progress_of(worker)
 
     def undrain(self, worker_id: str) -> None:
@@ -472,7 +472,7 @@ class Fleet:
         self._drained.discard(worker.id)
         if self._update_draining(worker):
             self._changed((FleetChange.STATE, worker))
-        self._publish_overrides()
+        self._publish_overrides(worker.id)
 
     def _update_draining(self, worker: Worker) -> bool:
         """Set the state from the admin API's drains and the source's flag; return whether it changed."""

@@ -348,7 +348,7 @@ class OverrideEntry(msgspec.Struct, frozen=True, array_like=True):
 
     worker: str
     stamp: tuple[int, str]
-    """A logical time, and the process that made the change."""
+    """Milliseconds since the Unix epoch, but above all stamps known before; and the process of the change."""
     added: AdminWorkerSpec | None
     removed: bool
     drained: bool
