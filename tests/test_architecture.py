@@ -61,6 +61,7 @@ WALL = re.compile(r"\btime\.time\(|\.wall\b|datetime\.now|utcnow|\btime_ns\(|gmt
 READS_WALL = {
     "app/cache_tracker.py": "shows when a stream's last batch came",
     "app/listening.py": "whether a certificate has expired",
+    "app/replica.py": "which of two changes by hand is the later one, on several machines",
     "app/reloading.py": "shows since when a configuration is in force",
     "app/runtime.py": "`created` of the models",
     "gateway/decision_lines.py": "time in the log lines of production-stack's router",
