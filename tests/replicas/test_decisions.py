@@ -13,7 +13,7 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, block_keys
 from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerRole, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
 from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
 from kvroute.replicas.envelope import SPLIT_BYTES, decode_payload, encode_payloads
@@ -41,24 +41,33 @@ MODEL = "m"
 class Gateway:
     """A router with its fleet; its messages are encoded and decoded as between processes."""
 
-    def __init__(self, strategy: str, clock: ManualClock, caches=None) -> None:
+    def __init__(self, strategy: str, clock: ManualClock, caches=None, roles=("both",) * 3) -> None:
         self.groups = KeyGroups()
         self.own = OwnDecisions(lambda: None, self.groups)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
         self.fleet = Fleet()
-        self.fleet.apply("test", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(3)])
-        for worker in self.fleet.workers():
-            self.fleet.update_facts(
-                worker, WorkerFacts(frozenset([MODEL]), capacity_tokens=20_000, block_size=16)
-            )
-            self.fleet.mark_healthy(worker, clock.now())
-            self.router.worker_joined(worker)
+        self.specs = [
+            WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}", role=WorkerRole(role))
+            for n, role in enumerate(roles)
+        ]
+        self.clock = clock
+        self.serve(self.specs)
         self.answers: list = []
         self.peers = PeerDecisions(
             self.router, self.fleet, clock, self.groups, lambda _, *messages: self.sent(messages)
         )
         self.envelopes = 0
-        self.clock = clock
+
+    def serve(self, specs) -> None:
+        """Let the fleet have these workers, all of them routable."""
+        known = self.fleet.workers()
+        self.fleet.apply("test", specs)
+        for worker in self.fleet.workers():
+            if worker not in known:
+                facts = WorkerFacts(frozenset([MODEL]), capacity_tokens=20_000, block_size=16)
+                self.fleet.update_facts(worker, facts)
+                self.fleet.mark_healthy(worker, self.clock.now())
+                self.router.worker_joined(worker)
 
     def sent(self, messages) -> None:
         self.answers += messages
@@ -423,6 +432,43 @@ def test_round_robin_continues_across_processes(clock):
 
     assert taken[:3] == taken[3:]
     assert len(set(taken)) == 3
+
+
+@pytest.mark.parametrize(
+    ("roles", "ranked_with"),
+    [(("both",) * 3, 0), (("both",) * 6, 2), (("decode", "decode", "decode", "prefill", "prefill"), 0)],
+    ids=["without a request of its own", "with one before workers joined", "with roles"],
+)
+def test_a_standby_keeps_sessions_where_load_has_moved_them(roles, ranked_with, clock):
+    one, standby = Gateway("session", clock, roles=roles), Gateway("session", clock, roles=roles)
+    if ranked_with:
+        standby.serve(standby.specs[:ranked_with])
+        standby.send("before " * 20, session_key="before")
+        standby.serve(standby.specs)
+    places, running = {}, []
+    for session in map(str, range(60)):
+        for _ in range(2):
+            dispatch, chosen = one.send("hello " * 50, session_key=session)
+            running.append(dispatch)
+        places[session] = chosen.worker.id
+        standby.receive(one)
+    for dispatch in running:
+        dispatch.finish(clock.now())
+    standby.receive(one)
+
+    def first(gateway: Gateway, session: str) -> str:
+        decision = gateway.router.decide(
+            gateway.query("hello " * 51, session_key=session), gateway.fleet.view(MODEL)
+        )
+        return decision.ranking[0].worker.id
+
+    assert {session: first(one, session) for session in places} == places
+    assert {session: first(standby, session) for session in places} == places
+    homes = Gateway("session", clock, roles=roles)
+    assert {session: first(homes, session) for session in places} != places, "load has moved some"
+    for session in places:
+        assert standby.router.session_forgotten_by_peer(session)
+        assert first(standby, session) == first(homes, session)
 
 
 def test_a_lost_process_releases_its_load_and_restores_it_when_it_returns(clock):

@@ -257,3 +257,19 @@ def test_placements_are_taken_over_but_not_those_of_sessions_placed_here(make_st
         joins.place(*placement[:3], other.id)
 
     assert route(joins, view, "s") == (moved, RouteReason.SESSION)
+
+
+def test_a_placement_that_was_taken_over_is_forgotten_before_the_first_request(make_strategy, view, route):
+    one, joins = make_strategy(), make_strategy()
+    home, _ = route(one, view, "s")
+    lease = fill(home, 20)
+    moved, _ = route(one, view, "s")
+    for reservation in lease:
+        reservation.finish(1.0)
+    assert moved is not home
+    for placement in one.placements():
+        joins.place(*placement)
+
+    assert joins.forget("s") is True
+    assert joins.placements() == []
+    assert route(joins, view, "s")[0] is home

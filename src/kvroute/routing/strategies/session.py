@@ -20,6 +20,9 @@ from kvroute.routing.cost import CostModel
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
+_NO_VERSION = -1
+"""Version of a ring that `rank` must compare with its view."""
+
 
 class SessionOptions(Options):
     """A session stays on one worker, by its key. A request without a key goes to the worker of least cost."""
@@ -70,10 +73,11 @@ class SessionOptions(Options):
 class Ring:
     """A hash ring of worker ids with 64-bit hashes. Built in about 0.3 us per point."""
 
-    __slots__ = ("_hashes", "_owners", "ids")
+    __slots__ = ("_hashes", "_owners", "ids", "members")
 
     def __init__(self, ids: tuple[WorkerId, ...], points: int) -> None:
         self.ids = ids
+        self.members = frozenset(ids)
         circle = sorted(
             (xxh3_64_intdigest(worker.encode(), point), worker) for worker in ids for point in range(points)
         )
@@ -104,8 +108,8 @@ class _Placement(NamedTuple):
 class Session:
     """Ranks the session's worker first: its home on the ring, or its stored placement. Implements `Strategy`.
 
-    Mutable: `rank` rebuilds a model's ring when its workers change; only `on_dispatch` and `forget` change
-    the placements.
+    Mutable: `rank` rebuilds a model's ring when its workers change, and `on_dispatch` does for a peer's
+    dispatch to a worker that the ring lacks. `rank` does not change the placements.
     """
 
     # A placement keeps a session on the worker that it was moved to when its home was over the bound. It is
@@ -126,6 +130,8 @@ class Session:
         self._costs = costs
         self._rings: dict[str, tuple[int, Ring]] = {}
         self._placements = Lru[tuple[str, int], _Placement](options.remembered)
+        self._placed = set[str]()
+        """Models of placements of other processes (`place`), which may have no ring here."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         ranking = self._costs.rank(query, view.workers, queues=view.loads)
@@ -149,16 +155,22 @@ class Session:
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         if query.session_key is None or candidate is not decision.ranking[0]:
             return
-        known = self._rings.get(query.model)
-        if known is None:
-            return
-        ring, place = known[1], _place(query.session_key)
-        key, home, worker = (query.model, place), ring.home(place), candidate.worker.id
-        stored = self._placements.peek(key)
-        if stored is None or stored.worker != worker or not _is_valid(stored, home, ring.ids):
-            self._placements.put(key, _Placement(home, worker))
-        else:
-            self._placements.get(key)  # marks it as used
+        model, place, worker = query.model, _place(query.session_key), candidate.worker.id
+        key, known = (model, place), self._rings.get(model)
+        if known is not None:
+            stored, ring = self._placements.peek(key), known[1]
+            if (
+                stored is not None
+                and stored.worker == worker
+                and _is_valid(stored, ring.home(place), ring.members)
+            ):
+                self._placements.get(key)  # marks it as used
+                return
+        if known is None or worker not in known[1].members:
+            self._follow_peer(model, decision)
+            known = self._rings.get(model)
+        if known is not None:
+            self._placements.put(key, _Placement(known[1].home(place), worker))
 
     def state_for(self, query: RouteQuery, view: FleetView) -> tuple[WorkerId, WorkerId] | None:
         """The session's placement. See `StatefulStrategy`."""
@@ -189,13 +201,14 @@ class Session:
 
     def place(self, model: str, place: int, home: WorkerId, worker: WorkerId) -> None:
         """Take over another process's placement, unless this one has placed the session itself."""
+        self._placed.add(model)
         if (model, place) not in self._placements:
             self._placements.put((model, place), _Placement(home, worker))
 
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
         place = _place(session_key)
-        dropped = [self._placements.pop((model, place)) for model in self._rings]
+        dropped = [self._placements.pop((model, place)) for model in {*self._rings, *self._placed}]
         return any(dropped)
 
     def _bound(self, view: FleetView) -> int:
@@ -205,12 +218,22 @@ class Session:
 
     def _ring(self, view: FleetView) -> Ring:
         known = self._rings.get(view.model)
-        if known is not None and known[0] == view.version:
-            return known[1]
-        ids = tuple(worker.id for worker in view.workers)
+        return known[1] if known is not None and known[0] == view.version else self._renew_ring(view)
+
+    def _renew_ring(self, view: FleetView) -> Ring:
+        known, ids = self._rings.get(view.model), tuple(worker.id for worker in view.workers)
         ring = known[1] if known is not None and known[1].ids == ids else Ring(ids, self._options.points)
         self._rings[view.model] = (view.version, ring)
         return ring
+
+    def _follow_peer(self, model: str, decision: RouteDecision) -> None:
+        """Renew the model's ring, if this is the decision of a peer and its first worker is routable here."""
+        # A standby ranks no requests, but takes over the sessions of the process that fails.
+        first, *view = [each.worker for each in decision.ranking]
+        if first in view:  # only a peer's ranking has the first worker twice: after it comes the whole view
+            whole = FleetView(model, tuple(view), _NO_VERSION)
+            sides = whole.sides
+            self._renew_ring(whole if sides is None else sides.decode or sides.prefill or whole)
 
 
 def _is_valid(stored: _Placement, home: WorkerId, present: Container[WorkerId]) -> bool:
