@@ -416,8 +416,6 @@ class KeyRing:
             del self._silent[next(iter(self._silent))]
 
     def _changed(self, name: str, account: Account) -> None:
-        if self._accounts.get(name) is not account:
-            return  # the key was removed meanwhile: its name may have a new account, with its own totals
         self._unsent[name] = account
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._send)
@@ -425,7 +423,10 @@ class KeyRing:
     def _send(self) -> None:
         self._timer = None
         unsent, self._unsent = self._unsent, {}
-        for name, account in unsent.items():
+        for name, changed in unsent.items():
+            # A removed key may have returned, with a new account. The others then need the figures of that
+            # one, also if it is unused: they still count the requests in flight of the old one.
+            account = self._accounts.get(name, changed)
             requests = account.all_requests - account.sent_requests
             tokens = account.all_tokens - account.sent_tokens
             account.sent_requests, account.sent_tokens = account.all_requests, account.all_tokens
