@@ -72,6 +72,7 @@ _ASK_AGAIN_S: Final = 2.0
 _NO_KEYS: Final = array("Q")
 _NO_CHUNKS: Final = PromptChunks(())
 _NO_TERMS: Final = CostTerms()
+_HANDOVERS: Final = frozenset({RouteReason.HANDED_OVER, RouteReason.OVER_THRESHOLD})
 _REASONS: Final = {str(reason): reason for reason in RouteReason}
 """A later release may have more: strategies then take such a request as one that had no choice."""
 _EncodeKeys: TypeAlias = Callable[[Sequence[int]], tuple[int | None, Sequence[int]]]
@@ -146,6 +147,10 @@ class OwnDecisions:
         for each in self._gathered:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
+            elif self.counts_repeats and each.decision.handover is not None:
+                # The second leg is no use of a cache, and must come after the first.
+                messages += self._published(each)
+                others += 1
             elif each.ended_at is not None and each.decision.strategy not in observed:
                 done.append(each)
                 if each.ended_at - each.started_at <= SHORT_S:
@@ -453,11 +458,12 @@ class PeerDecisions:
         if worker is None:
             return None
         now = self._clock.now()
+        learns = not (sent.first and sent.reason in _HANDOVERS)  # the second leg of a handover
         if sent.tiers is None and len(prompts) < 2 and not exact and sent.strategy not in self._observed:
             # The usual case. The objects below would cost as much as the accounting.
             prompt = prompts[0] if prompts else None
             return self._router.reserve_at_peer(
-                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now
+                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now, learns
             )
         query = RouteQuery(
             model=sent.model,
@@ -475,7 +481,7 @@ class PeerDecisions:
         others = self._candidates(sent.model) if sent.strategy in self._observed else ()
         ranking = (candidate, *others) if sent.first else (*others, candidate)
         decision = RouteDecision(sent.strategy, _REASONS.get(sent.reason, RouteReason.ONLY_WORKER), ranking)
-        return self._router.dispatch(query, decision, candidate, now, is_own=False)
+        return self._router.dispatch(query, decision, candidate, now, is_own=False, learns=learns)
 
     def _prompts(self, peer: PeerId, worker_id: str, sent: Sequence[PromptSent]) -> list[PromptKeys]:
         """The prompts whose keys are known here; the keys of the others are asked for."""

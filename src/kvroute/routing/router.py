@@ -310,7 +310,7 @@ class Router:
 
         Its prefill joins the worker's queue; its blocks count as held and stay pinned until
         `Dispatch.finish`. `is_own` is False for an attempt of a peer: no learning, no observer. `learns` is
-        False if the time to the first token does not show the time of a prefill.
+        False if the worker does not compute the prompt: a handover counts once, on the prefill worker.
         """
         worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
         load = worker.load
@@ -326,7 +326,7 @@ class Router:
             if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
                 for prompt in prompts:
                     self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
-            if self.cache_value is not None and learns:  # a handover counts once, on the prefill worker
+            if self.cache_value is not None and learns:
                 self.cache_value.dispatched(index, prompts, self._history, now, self.costs(query.model))
             dispatch.lease = self._history.acquire(index, first.keys)
         if held is not None or len(prompts) > 1:
@@ -368,13 +368,14 @@ class Router:
         streamed: bool,
         prompt: PromptKeys | None,
         now: float,
+        learns: bool,
     ) -> Dispatch:
         """As `dispatch` for a peer, if its candidate has no `held` and its strategy ignores dispatches."""
         dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
         worker.load.enter(dispatch, now)
         if prompt is not None:
             self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
-            if self.cache_value is not None:
+            if self.cache_value is not None and learns:
                 self.cache_value.dispatched(worker.index, (prompt,), self._history, now, self.costs(model))
             dispatch.lease = self._history.acquire(worker.index, prompt.keys)
         return dispatch
@@ -390,8 +391,7 @@ class Router:
         self.replay_prompt(worker, keys)
 
     def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
-        """As `ended_at_peer`, for known prompts by their last keys. Returns the places of the unknown
-        ones."""
+        """As `ended_at_peer`, for known prompts by their last keys. Returns the unknown ones' places."""
         if self.cache_value is not None:
             return range(len(lasts))
         return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
