@@ -271,7 +271,7 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
             await child.start()
         await gateway.start()
         stack.push_async_callback(gateway.kill, signal.SIGTERM)
-        await until_healthy(gateway, PROCESSES * WORKERS)
+        await until_ready(gateway, PROCESSES, WORKERS)
         yield made
 
 
@@ -287,14 +287,16 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> fl
     return None
 
 
-async def until_healthy(gateway: Child, count: int) -> None:
-    """Wait for `count` lines "is healthy" in the gateway's log. Raises RuntimeError."""
+async def until_ready(gateway: Child, processes: int, workers: int) -> None:
+    """Wait until each of the gateway's processes logs that it accepts connections and that all workers are
+    healthy. Raises RuntimeError."""
+    opened = "accepts connections" if processes > 1 else "listens on"
 
     async def is_ready() -> bool:
         text = gateway.log.read_text(errors="replace")
         if gateway.process is None or gateway.process.returncode is not None:
             raise RuntimeError(f"the gateway did not start:\n{text[-2000:]}")
-        return text.count("is healthy") >= count
+        return text.count(opened) >= processes and text.count("is healthy") >= processes * workers
 
     if await until(is_ready, START_S) is None:
         raise RuntimeError(f"not all workers are healthy after {START_S:g} s")

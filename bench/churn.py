@@ -46,7 +46,7 @@ from chaos_setting import (
     key_hash,
     replace_file,
     until,
-    until_healthy,
+    until_ready,
 )
 from chaos_traffic import MODEL, words
 
@@ -397,7 +397,7 @@ async def setting(seed: int, processes: int) -> AsyncIterator[Setting]:
         replace_file(folder / "config.yaml", yaml.safe_dump(made.config()))
         await gateway.start()
         stack.push_async_callback(gateway.kill, signal.SIGTERM)
-        await until_healthy(gateway, LIVE * processes)
+        await until_ready(gateway, processes, LIVE)
         yield made
 
 

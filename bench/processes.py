@@ -194,12 +194,13 @@ async def gateway(sims: Sequence[RunningSim], processes: int) -> AsyncIterator[s
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert parent.stderr is not None
-    url, healthy = "", 0
-    while not url or healthy < processes * len(sims):
+    url, healthy, accepting = "", 0, 0 if processes > 1 else 1  # one process alone logs only where it listens
+    while not url or healthy < processes * len(sims) or accepting < processes:
         line = (await parent.stderr.readline()).decode()
         if not line:
             raise RuntimeError("the gateway did not become ready")
         healthy += "is healthy" in line
+        accepting += "accepts connections" in line
         found = re.search(r"listens on (\S+)", line)
         url = found[1] if found else url
     rest = asyncio.create_task(parent.stderr.read())
