@@ -26,7 +26,7 @@ class Channel:
 
     name = "one/0"
     reporting_peers = ("tracker",)
-    is_up = True
+    has_joined = True
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
@@ -38,7 +38,7 @@ class Channel:
     def publish(self, *messages: Any) -> None: ...
     async def start(self, listener: Any) -> None: ...
     async def joined(self, timeout_s: float) -> bool:
-        return True
+        return self.has_joined
 
     async def has_room(self) -> None: ...
     async def aclose(self) -> None: ...
@@ -86,7 +86,7 @@ async def test_reports_are_asked_of_another_process_when_the_first_one_is_lost()
     replica.on_linked("other", is_synced=True)
     replica.on_message("mirror", InSync())
     assert not replica.is_synced
-    replica.on_message("other", InSync())
+    replica.on_message("other", InSync(only_reports=True))
 
     assert channel.sent[-1] == ("other", SnapshotRequest(only_reports=True))
     assert replica.is_synced
@@ -132,6 +132,78 @@ async def test_processes_are_asked_in_turn_until_one_answers():
     await replica.aclose()
 
 
+async def test_the_end_of_an_answer_about_reports_is_not_the_end_of_the_state():
+    channel, clock = Channel(), AdvancingClock()
+    replica = joining(channel, clock=clock)
+    await replica.start()
+    replica.on_linked("mirror", is_synced=True)
+    replica.on_linked("tracker", is_synced=True)
+    await clock.advance(10.0)  # neither has answered
+    assert channel.sent == [
+        ("mirror", SnapshotRequest()),
+        ("tracker", SnapshotRequest(only_reports=True)),
+        ("mirror", SnapshotRequest()),
+        ("tracker", SnapshotRequest(only_reports=True)),
+    ]
+    replica.on_peer_gone("mirror")
+    assert channel.sent[-1] == ("tracker", SnapshotRequest())
+
+    replica.on_message("tracker", InSync(only_reports=True))
+    assert not replica.is_synced
+    replica.on_message("tracker", InSync())
+
+    assert replica.is_synced
+    await replica.aclose()
+
+
+async def test_reports_of_a_silent_process_are_asked_of_another_one():
+    channel, clock = Channel(), AdvancingClock()
+    channel.reporting_peers = ("one", "other")
+    replica = joining(channel, clock=clock)
+    await replica.start()
+    replica.on_linked("one", is_synced=True)
+    replica.on_linked("other", is_synced=True)
+    await clock.advance(10.0)
+
+    assert channel.sent == [("one", SnapshotRequest()), ("other", SnapshotRequest())]
+    waiting = asyncio.ensure_future(replica.wait_until_synced(60.0, 60.0))
+    replica.on_message("other", InSync())
+    await waiting
+    assert replica.is_synced
+    await clock.advance(60.0)
+    assert len(channel.sent) == 2
+    await replica.aclose()
+
+
+async def test_a_start_does_not_wait_for_a_process_that_is_gone():
+    channel = Channel()
+    replica = joining(channel, has_reports=False)
+    replica.on_linked("one", is_synced=True)
+    waiting = asyncio.ensure_future(replica.wait_until_synced(60.0, 60.0))
+    await asyncio.sleep(0)
+
+    replica.on_peer_gone("one")
+    await waiting
+
+    assert replica.is_synced
+    replica.on_linked("other", is_synced=True)  # it may have what was lost
+    assert channel.sent[-1] == ("other", SnapshotRequest())
+
+
+async def test_a_question_is_not_answered_twice_at_the_same_time():
+    channel = Channel()
+    replica = joining(channel, has_reports=False)
+
+    for _ in range(3):
+        replica.on_message("joins", SnapshotRequest())
+    await until(lambda: InSync() in [message for _, message in channel.sent])
+    assert sum(isinstance(message, InSync) for _, message in channel.sent) == 1
+    await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
+    replica.on_message("joins", SnapshotRequest())
+    await until(lambda: sum(isinstance(message, InSync) for _, message in channel.sent) == 2)
+    await replica.aclose()
+
+
 async def test_the_first_gateway_of_a_fleet_asks_nobody_later():
     """A separated gateway has counted the use of limits by the others already."""
     channel = Channel()
@@ -144,13 +216,12 @@ async def test_the_first_gateway_of_a_fleet_asks_nobody_later():
     assert channel.sent == []
 
 
-async def test_a_gateway_that_started_without_redis_asks_when_it_reaches_others():
+async def test_a_gateway_that_met_no_member_at_its_start_asks_when_it_reaches_others():
     channel = Channel()
-    channel.is_up = False
+    channel.has_joined = False
     replica = joining(channel)
     await replica.wait_until_synced(60.0, 60.0)
 
-    channel.is_up = True
     replica.on_linked("other", is_synced=True)
 
     assert channel.sent == [("other", SnapshotRequest())]
@@ -175,7 +246,7 @@ async def test_a_question_for_reports_alone_is_not_answered_with_the_history():
     replica.on_message("mirror", SnapshotRequest(only_reports=True))
     await until(lambda: channel.sent)
 
-    assert channel.sent == [("mirror", InSync())]
+    assert channel.sent == [("mirror", InSync(only_reports=True))]
     channel.sent.clear()
     replica.on_message("joins", SnapshotRequest())
     await until(lambda: channel.sent and channel.sent[-1] == ("joins", InSync()))

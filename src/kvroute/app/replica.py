@@ -334,11 +334,12 @@ class Replica:
 
     async def wait_until_synced(self, timeout_s: float, join_timeout_s: float) -> None:
         """Wait for the others' state: `timeout_s` at most, with other gateways the longer of both times."""
+        has_met_all = False
         try:
             async with asyncio.timeout(timeout_s if self.channel is None else max(timeout_s, join_timeout_s)):
-                await asyncio.gather(
-                    *(() if self.mesh is None else (self.mesh.all_linked(),)),
-                    *(() if self.channel is None else (self.channel.joined(join_timeout_s),)),
+                _, has_met_all = await asyncio.gather(
+                    asyncio.sleep(0) if self.mesh is None else self.mesh.all_linked(),
+                    asyncio.sleep(0, True) if self.channel is None else self.channel.joined(join_timeout_s),
                 )
                 if self._joining.is_waiting:
                     await self._joining.has_joined.wait()
@@ -348,7 +349,7 @@ class Replica:
         self._joining.is_synced = True  # also after a timeout: no process could send the state
         if missing := self._missing():
             log.warning("starting without a link to process %s", ", ".join(map(str, missing)))
-        elif self.channel is None or self.channel.is_up:
+        if has_met_all:
             self._joining.needs_nothing()
 
     async def aclose(self) -> None:
@@ -459,7 +460,10 @@ class Replica:
     # Message handlers
 
     def _on_snapshot_request(self, peer: PeerId, message: SnapshotRequest) -> None:
-        task = asyncio.create_task(self._send_snapshot(peer, message), name=f"snapshot for process {peer}")
+        name = f"state for process {peer}, only reports: {message.only_reports}"
+        if any(task.get_name() == name for task in self._tasks):
+            return  # it asks again because the answer is slow
+        task = asyncio.create_task(self._send_snapshot(peer, message), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -473,7 +477,7 @@ class Replica:
                 await self.channel.has_room()
         if self._reports is not None and isinstance(peer, str):
             await self._reports.send_states(peer)
-        self.send(peer, InSync())
+        self.send(peer, InSync(request.only_reports))
 
     def _snapshot(self) -> Iterable[Sequence[SharedMessage]]:
         """What is sent together. New dispatches reach the process that joins anyway."""
@@ -489,8 +493,8 @@ class Replica:
         for recent in recent_prompts(self._router, self._fleet.workers()):
             yield (recent,)
 
-    def _on_in_sync(self, peer: PeerId, _: InSync) -> None:
-        self._joining.received(peer)
+    def _on_in_sync(self, peer: PeerId, message: InSync) -> None:
+        self._joining.received(peer, only_reports=message.only_reports)
         log.info("process %d has received the state of process %s", self.number, peer)
 
     def _on_learned_costs(self, peer: PeerId, message: LearnedCosts) -> None:

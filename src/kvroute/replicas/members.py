@@ -175,9 +175,9 @@ def describe_process(
 
 
 class Joining:
-    """Whom a process asks for the state that it lacks, until it has it. Mutable: by the replica.
+    """Decides which processes this process asks for the state that it lacks. Mutable: the replica calls it.
 
-    Only some of the others have LMCache's earlier reports (`reporting`), so these may come from another one.
+    Only some of the others have LMCache's earlier reports (`reporting`), so another one may send these.
     """
 
     def __init__(
@@ -190,8 +190,9 @@ class Joining:
         self.is_synced = not is_needed
         """Whether others may ask this process for its state."""
         self.has_joined = asyncio.Event()
+        """Set when no answer is expected any more."""
         self.source: PeerId | None = None
-        """The process that was asked for the state without the reports."""
+        """The process that was asked last for the state. It sends the reports, too, if it has them."""
         self.needs_state = is_needed
         self.needs_reports = False
         self._ask = ask
@@ -199,7 +200,9 @@ class Joining:
         self._reports_source: PeerId | None = None
         self._synced: dict[PeerId, None] = {}
         """Linked processes that can be asked; the one that did not answer is the last."""
-        self._is_heard = False
+        self._heard: set[PeerId | None] = set()
+        """Processes that have answered lately, or were asked lately."""
+        self._has_asked = False
 
     @property
     def is_waiting(self) -> bool:
@@ -221,25 +224,28 @@ class Joining:
         if peer == self._reports_source and self.needs_reports:
             self._reports_source = None
         self._ask_for_the_rest()
+        if not self.is_waiting:
+            self.has_joined.set()
 
-    def received(self, peer: PeerId) -> None:
-        """The state of a process is complete."""
-        self.needs_state = self.needs_state and peer != self.source
+    def received(self, peer: PeerId, *, only_reports: bool) -> None:
+        """The answer of a process is complete."""
+        self.needs_state = self.needs_state and (only_reports or peer != self.source)
         self.needs_reports = self.needs_reports and peer != self._reports_source
         if not self.needs_state and not (self.needs_reports and self._reports_source is not None):
             self.is_synced = True
             self.has_joined.set()
 
     def needs_nothing(self) -> None:
-        """All others are linked, and none has a state: later their states would be counted twice here."""
-        if not self._synced:
+        """All others are linked. If none could be asked, there is no state; a later one has been shared here,
+        and would count twice."""
+        if not self._has_asked:
             self.needs_state = self.needs_reports = False
 
     def noted(self, handler: Callable[[PeerId, Any], object]) -> Callable[[PeerId, Any], object]:
         """A handler of a part of the state, which shows that the process that was asked answers."""
 
         def handle(peer: PeerId, message: Any) -> None:
-            self._is_heard = self._is_heard or peer == self.source
+            self._heard.add(peer)
             handler(peer, message)
 
         return handle
@@ -247,26 +253,31 @@ class Joining:
     async def ask_until_it_has_the_state(self, clock: Clock) -> None:
         """Ask another process when the one that was asked sends nothing for `_ANSWER_S`: the question or the
         end of the answer was lost with a connection to Redis."""
-        while self.needs_state:
+        while self.needs_state or self.needs_reports:
             await clock.sleep(_ANSWER_S)
-            is_silent, self._is_heard = not self._is_heard, False
-            if is_silent and self.needs_state and self.source is not None:
-                self._synced.pop(self.source, None)
-                self._synced[self.source] = None
+            heard, self._heard = self._heard, set()
+            silent = {self.source, self._reports_source} & self._synced.keys() - heard
+            self._synced = dict.fromkeys(sorted(self._synced, key=silent.__contains__))
+            if self.source in silent and self.needs_state:
                 self.source = None
-                self._ask_for_the_rest()
+            if self._reports_source in silent and self.needs_reports:
+                self._reports_source = None
+            self._ask_for_the_rest()
 
     def _ask_for_the_rest(self) -> None:
         reporting = self._reporting() if self.needs_reports else ()
         for peer in list(self._synced):
             needs_reports = self.needs_reports and self._reports_source is None and peer in reporting
+            needs_state = self.needs_state and self.source is None
             if needs_reports:
                 self._reports_source = peer
-            if self.needs_state and self.source is None:
-                self.source, self._is_heard = peer, True
-                self._ask(peer, SnapshotRequest())
-            elif needs_reports:
-                self._ask(peer, SnapshotRequest(only_reports=True))
+            if needs_state:
+                self.source = peer
+            if needs_state or needs_reports:
+                self._heard.add(peer)
+                self._has_asked = True
+                self.has_joined.clear()
+                self._ask(peer, SnapshotRequest(only_reports=not needs_state))
 
 
 def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:

@@ -416,7 +416,9 @@ class KeysRefilling(PeerMessage, frozen=True):
 
 
 class InSync(PeerMessage, frozen=True):
-    """The answer to `SnapshotRequest` is complete."""
+    """The answer to the `SnapshotRequest` with this `only_reports` is complete."""
+
+    only_reports: bool = False
 
 
 class MemberState(PeerMessage, frozen=True):

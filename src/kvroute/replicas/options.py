@@ -61,8 +61,8 @@ class SharingOptions(Options):
     )
     join_timeout_s: float = option(
         5.0,
-        "How long a starting gateway waits for the state of the others. Then it serves without it, with a "
-        "log line.",
+        "How long a starting gateway waits for the state of the others, at least 5 s. Then it serves without "
+        "it, with a log line.",
         unit="s",
         ge=0,
         le=60,

@@ -21,7 +21,7 @@ from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery
 from kvroute.routing.transfers import CacheViews
 
 _NO_VERSION = -1
-"""Version of a ring that `rank` must compare with its view."""
+"""Version of a ring that was not made from a view of the fleet: `rank` compares the workers."""
 
 
 class SessionOptions(Options):
@@ -108,8 +108,9 @@ class _Placement(NamedTuple):
 class Session:
     """Ranks the session's worker first: its home on the ring, or its stored placement. Implements `Strategy`.
 
-    Mutable: `rank` rebuilds a model's ring when its workers change, and `on_dispatch` does for a peer's
-    dispatch to a worker that the ring lacks. `rank` does not change the placements.
+    Mutable: `rank` rebuilds a model's ring when its workers change. `on_dispatch` rebuilds it when a peer
+    sends a request to a worker that is not on it. `on_dispatch`, `place`, `restore` and `forget` change the
+    placements; `rank` does not.
     """
 
     # A placement keeps a session on the worker that it was moved to when its home was over the bound. It is
