@@ -113,6 +113,12 @@ async def test_another_gateway_takes_over_and_predicts_exactly(
         assert counts
         return sum(map(float, counts))
 
+    async def are_in_l2() -> bool:
+        """Whether the server has reported every chunk of L1 as stored in L2, too."""
+        page = (await one.client.get("/metrics")).text
+        found = re.findall(r'^kvroute_lmcache_held_chunks\{tier="l[12]"\} (\S+)$', page, re.MULTILINE)
+        return len(found) == 2 and found[0] == found[1] != "0.0"
+
     async def are_silent() -> bool:
         """Whether no report comes for five of the server's intervals of 0.2 s."""
         before = await batches()
@@ -142,7 +148,9 @@ async def test_another_gateway_takes_over_and_predicts_exactly(
                 await until(sees(each, seed, CACHED), within_s=QUIET_S)
 
         # LMCache 0.5.6 reports a batch once: one that a dying gateway does not take is lost, and then no
-        # gateway can know what the server holds (`Doubt.LOST_EVENTS`).
+        # gateway can know what the server holds (`Doubt.LOST_EVENTS`). The server can take more than a second
+        # to store a chunk in L2.
+        await until(are_in_l2, within_s=QUIET_S)
         await until(are_silent, within_s=QUIET_S)
         one.process.send_signal(signal.SIGKILL)
         await one.process.wait()
