@@ -74,10 +74,10 @@ if TYPE_CHECKING:
 class OverrideLog:
     """The latest entry of each worker that was ever changed by hand.
 
-    Of two entries the later one is valid: so processes that were separated agree again. A drain or removal
-    that ends because a worker leaves is no change by hand: its entry loses the effect and keeps the stamp.
-    Mutable: `changed` adds this process's changes, `merge` those of others. An entry without an effect stays:
-    it is the end of a drain that another process may still have.
+    Of two entries for a worker the later one is valid, so processes agree again after a separation. A drain
+    or removal that ends because the worker leaves is no change by hand: its entry loses the effect and keeps
+    the stamp. Mutable: `changed` adds this process's changes, `merge` those of others. An entry without an
+    effect stays: it is the end of a drain that another process may still have.
     """
 
     def __init__(self, author: str) -> None:

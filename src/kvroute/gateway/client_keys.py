@@ -424,8 +424,8 @@ class KeyRing:
         self._timer = None
         unsent, self._unsent = self._unsent, {}
         for name, changed in unsent.items():
-            # A removed key may have returned, with a new account. The others then need the figures of that
-            # one, also if it is unused: they still count the requests in flight of the old one.
+            # A key that was removed may have been added again: it then has a new account. The others need the
+            # figures of the new one even if it is unused, because they still count the old one's requests.
             account = self._accounts.get(name, changed)
             requests = account.all_requests - account.sent_requests
             tokens = account.all_tokens - account.sent_tokens

@@ -148,7 +148,8 @@ class OwnDecisions:
             if not isinstance(each, OwnDispatch):
                 messages.append(each)
             elif self.counts_repeats and each.decision.handover is not None:
-                # The second leg is no use of a cache, and must come after the first.
+                # The second leg does not use a cache, so the receiver must not count it as a use. It must
+                # arrive after the first leg.
                 messages += self._published(each)
                 others += 1
             elif each.ended_at is not None and each.decision.strategy not in observed:

@@ -152,7 +152,7 @@ def unpack(data: bytes, key: bytes | None) -> Envelope:
 
 
 def encode_payloads(messages: Sequence[SharedMessage]) -> Iterable[bytes]:
-    """`messages` as one or more payloads of at most `SPLIT_BYTES`, or of one message."""
+    """`messages` as payloads of at most `SPLIT_BYTES`. A payload with a single message may be larger."""
     payload = _encode(messages)
     if len(payload) <= SPLIT_BYTES or len(messages) == 1:
         yield payload

@@ -211,8 +211,8 @@ class Joining:
         return asked_state or (self.needs_reports and self._reports_source is not None)
 
     def linked(self, peer: PeerId) -> None:
-        """A process that can be asked is linked. Also when this process serves already, because no other one
-        was reached at its start."""
+        """A process that has a state is linked. Call it also while this process serves: it may have reached
+        no other one at its start."""
         self._synced[peer] = None
         self._ask_for_the_rest()
 
@@ -236,13 +236,13 @@ class Joining:
             self.has_joined.set()
 
     def needs_nothing(self) -> None:
-        """All others are linked. If none could be asked, there is no state; a later one has been shared here,
-        and would count twice."""
+        """All others are linked. If none of them had a state, this process does not ask for one later: it
+        would count again what was shared with it."""
         if not self._has_asked:
             self.needs_state = self.needs_reports = False
 
     def noted(self, handler: Callable[[PeerId, Any], object]) -> Callable[[PeerId, Any], object]:
-        """A handler of a part of the state, which shows that the process that was asked answers."""
+        """`handler`, which also notes that the sender answers. For parts of the state."""
 
         def handle(peer: PeerId, message: Any) -> None:
             self._heard.add(peer)

@@ -208,8 +208,8 @@ class Mesh:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
-        # The others end their links when they have read `Leaving`. If this process ended one first, a message
-        # that the other process writes just then would fail, and the other would never read `Leaving`.
+        # The others end their links when they have read `Leaving`. If this process ended a link first, a
+        # write of the other process could fail before it reads `Leaving`, and it would log a broken link.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 for link in list(self._links.values()):
@@ -265,7 +265,7 @@ class Mesh:
             link.is_leaving = True
             link.end()
         elif self._is_closing:
-            pass  # nothing here needs it any more
+            pass  # this process ends and needs no messages
         elif isinstance(message, PeerRequest):
             self.spawn(self._answer(link, message), f"answer to process {link.number}")
         elif isinstance(message, PeerAnswer):

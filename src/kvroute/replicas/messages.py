@@ -29,7 +29,7 @@ from kvroute.wire.lmcache_server import (
 )
 
 Figure: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-"""One that is no number, or absurd, is refused: it would stay in a worker's load or averages for good."""
+"""Other values are refused: a NaN or an absurd figure would stay in a worker's load or averages for good."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -416,7 +416,7 @@ class KeysRefilling(PeerMessage, frozen=True):
 
 
 class InSync(PeerMessage, frozen=True):
-    """The answer to the `SnapshotRequest` with this `only_reports` is complete."""
+    """The sender has sent its whole answer to a `SnapshotRequest`; `only_reports` is that of the request."""
 
     only_reports: bool = False
 

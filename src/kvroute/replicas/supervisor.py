@@ -131,14 +131,10 @@ class Supervisor:
             if child.generation < 0:
                 raise
             # The other processes serve: a lack of memory or of process ids must not end them.
-            child.restart_at = self._clock.now() + child.pause_s
+            pause_s = self._postpone(child)
             log.error(
-                "process %d cannot be replaced: %s; again in %.1f s",
-                child.number,
-                error.strerror,
-                child.pause_s,
+                "process %d cannot be replaced: %s; again in %.1f s", child.number, error.strerror, pause_s
             )
-            child.pause_s = min(2 * child.pause_s, _MAX_PAUSE_S)
             return
         child.generation += 1
         if pid:
@@ -195,10 +191,15 @@ class Supervisor:
         now = self._clock.now()
         if served and now - child.started >= _STABLE_S:
             child.pause_s = _FIRST_PAUSE_S
-        child.restart_at = now + child.pause_s
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        log.error("process %d (pid %s) %s; it is replaced in %.1f s", child.number, pid, how, child.pause_s)
-        child.pause_s = min(2 * child.pause_s, _MAX_PAUSE_S)
+        pause_s = self._postpone(child)
+        log.error("process %d (pid %s) %s; it is replaced in %.1f s", child.number, pid, how, pause_s)
+
+    def _postpone(self, child: _Child) -> float:
+        """Let the next start of this process wait. Returns the pause in seconds; the next pause is longer."""
+        pause_s = child.pause_s
+        child.restart_at, child.pause_s = self._clock.now() + pause_s, min(2 * pause_s, _MAX_PAUSE_S)
+        return pause_s
 
     def _stop_all(self) -> None:
         if self._kill_at is None:
