@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 from pydantic import SecretStr
 from tests.support.clocks import AdvancingClock
 
 from kvroute.replicas.channel import BEAT_S, Channel
-from kvroute.replicas.envelope import Envelope, Kind, Refusal, pack, unpack
+from kvroute.replicas.envelope import (
+    TO_ALL,
+    Envelope,
+    Kind,
+    Refusal,
+    decode_payload,
+    encode_payloads,
+    pack,
+    unpack,
+)
 from kvroute.replicas.messages import (
     Finished,
     FirstToken,
+    Leaving,
     OverrideEntry,
     OverridesChanged,
     SessionForgotten,
@@ -407,6 +418,95 @@ async def test_recorded_changes_are_not_believed(bus, clock):
         assert not any(isinstance(m, OverridesChanged) for _, m in late.listener.received)
         await seconds(clock, bus, 3)
         assert late.channel.counts.refused[Refusal.UNSIGNED] == 1
+
+
+def forged(member: Member, *messages, seq: int, key: bytes | None = None) -> bytes:
+    """An envelope in the name of `member` by somebody who can write to the Redis."""
+    return invented(member.channel.id, *messages, seq=seq, key=key)
+
+
+def invented(sender: bytes, *messages, seq: int, key: bytes | None = None) -> bytes:
+    (payload,) = encode_payloads(messages)
+    envelope = Envelope(Kind.BATCH, b"attacker", sender, TO_ALL, seq, 0.0, payload, key is not None)
+    return pack(envelope, key)
+
+
+async def test_an_unsigned_envelope_cannot_silence_a_member_that_has_the_key(two, bus, clock):
+    one, other = two
+
+    other.channel.on_data(forged(one, Finished(9), seq=2**62))
+    other.channel.on_data(forged(one, Leaving(), seq=2**62 + 1))
+    one.say(DRAIN)
+    bus.pump()
+    await seconds(clock, bus, 3)
+
+    assert (one.id, DRAIN) in other.listener.received
+    assert (one.id, Finished(9)) not in other.listener.received
+    assert other.state_of(one) == "alive"
+    assert other.channel.counts.refused[Refusal.UNSIGNED] == 2
+
+
+async def test_a_member_whose_id_was_used_before_it_came_is_heard_all_the_same(bus, clock):
+    async with AsyncExitStack() as stack:
+        one, other = Member(bus, clock, "one"), Member(bus, clock, "other")
+        await enter(stack, bus, other)
+        other.channel.on_data(forged(one, Finished(9), seq=2**62))
+
+        await enter(stack, bus, one)
+        await seconds(clock, bus, 3)
+        one.say(DRAIN)
+        bus.pump()
+
+        assert (one.id, DRAIN) in other.listener.received
+        assert other.state_of(one) == "alive"
+
+
+async def test_without_a_key_a_member_with_a_forged_number_is_heard_again_after_its_silence(bus, clock):
+    async with AsyncExitStack() as stack:
+        one, other = Member(bus, clock, "one", key=None), Member(bus, clock, "other", key=None)
+        await enter(stack, bus, one, other)
+
+        other.channel.on_data(forged(one, Finished(9), seq=2**62))
+        await seconds(clock, bus, 4)
+        one.say(Finished(1))
+        bus.pump()
+
+        assert (one.id, Finished(1)) in other.listener.received
+        assert other.state_of(one) == "alive"
+
+
+async def test_invented_members_leave_room_for_those_that_have_the_key(bus, clock):
+    async with AsyncExitStack() as stack:
+        other = Member(bus, clock, "other")
+        await enter(stack, bus, other)
+        for number in range(2000):
+            other.channel.on_data(invented(number.to_bytes(8, "big"), Finished(1), seq=1))
+        assert len(other.channel.describe()) < 100
+
+        one = Member(bus, clock, "one")
+        await enter(stack, bus, one)
+
+        assert other.state_of(one) == "alive"
+        assert other.channel.counts.refused[Refusal.TOO_LARGE] > 1900
+
+
+async def test_an_envelope_of_very_many_messages_is_refused_undecoded(two):
+    _, other = two
+    payload = msgspec.msgpack.encode([Finished(1)] * 200_000)
+    envelope = Envelope(Kind.BATCH, b"attacker", bytes(8), TO_ALL, 1, 0.0, payload)
+
+    other.channel.on_data(pack(envelope, None))
+
+    assert other.listener.received == []
+    assert other.channel.counts.refused[Refusal.TOO_LARGE] == 1
+
+
+def test_many_messages_are_divided_into_envelopes_that_are_accepted() -> None:
+    messages = [Finished(number) for number in range(20_000)]
+
+    payloads = list(encode_payloads(messages))
+
+    assert [message for payload in payloads for message in decode_payload(payload)[0]] == messages
 
 
 async def test_messages_before_the_answer_of_a_new_member_are_no_alarm(bus, clock, caplog):

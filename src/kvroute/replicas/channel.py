@@ -59,6 +59,8 @@ _FORGET_S: Final = 60.0
 _MAX_QUEUED: Final = 512
 """Messages; with more, the batch is sent before `GATHER_S` has passed."""
 _MAX_MEMBERS: Final = 1024
+_MAX_UNSIGNED: Final = 64
+"""Members without any signed envelope, where this process has a key: anybody may have invented them."""
 _MAX_NAMED: Final = 256
 """Senders whose refusals are logged."""
 _ROOM_BYTES: Final = 1024 * 1024
@@ -325,28 +327,20 @@ class Channel:
         if envelope.to not in (TO_ALL, self.id):
             return
         member = self._members.get(envelope.sender)
+        if member is not None and member.signs_all and not envelope.is_signed:
+            raise Refused(Refusal.UNSIGNED, "this member signs all that it sends", envelope.sender)
+        if member is not None and self._has_wrong_number(member, envelope):
+            if member.gone_at is None:
+                self._gone(member)
+            del self._members[envelope.sender]
+            member = None
         if member is None:
             member = self._meet(envelope)
-            if member is None:
-                return
-        member.heard_at = self._clock.now()
-        needs_state = member.gone_at is not None
-        if needs_state:
-            log.info("sharing: %s is heard again", member.name)
-            member.gone_at, member.has_left = None, False
-        if envelope.kind is not Kind.MISSED:
-            expected = member.seq + (envelope.kind is Kind.BATCH)
-            if envelope.seq < expected:
-                raise Refused(Refusal.STALE, "it has arrived already, or is a recording", envelope.sender)
-            if envelope.seq > expected:
-                needs_state = needs_state or member.is_complete
-                self._gap(member, envelope.seq - expected, envelope.seq - (envelope.kind is Kind.BATCH))
-            member.seq = envelope.seq
-        if needs_state:
-            self._ask(member)
+        self._check_number(member, envelope)
         messages, unknown = decode_payload(envelope.payload)
         self.counts.refused[Refusal.UNKNOWN] += unknown
         self.counts.received += len(messages)
+        member.has_signed = member.has_signed or envelope.is_signed
         if envelope.is_signed and envelope.to == self.id:
             member.is_believed, member.unproven = True, 0
         for message in messages:
@@ -355,6 +349,40 @@ class Channel:
             except Exception:  # the messages after it are not sent again
                 log.exception("handling a message of %s failed", member.name)
 
+    def _has_wrong_number(self, member: Member, envelope: Envelope) -> bool:
+        """Whether the number that is stored for the member is not its own: somebody else has used its id.
+
+        A signed envelope of a member that signs all proves it, if all earlier ones were unsigned. Without a
+        key nothing can be proved: a member that was silent begins again with the number that it sends now.
+        """
+        if envelope.kind is Kind.MISSED or envelope.seq >= member.seq + (envelope.kind is Kind.BATCH):
+            return False
+        if self._key is None:
+            return member.gone_at is not None
+        return envelope.is_signed and not member.has_signed and _signs_all(envelope)
+
+    def _check_number(self, member: Member, envelope: Envelope) -> None:
+        """Compare the envelope's number with the member's sequence. Raises Refused if it has arrived before.
+
+        Only an envelope that is believed shows that the member is alive.
+        """
+        if envelope.kind is Kind.MISSED:
+            return  # an answer to this process's question, outside the sequence
+        missed = envelope.seq - member.seq - (envelope.kind is Kind.BATCH)
+        if missed < 0:
+            raise Refused(Refusal.STALE, "it has arrived already, or is a recording", envelope.sender)
+        member.heard_at = self._clock.now()
+        needs_state = member.gone_at is not None
+        if needs_state:
+            log.info("sharing: %s is heard again", member.name)
+            member.gone_at, member.has_left = None, False
+        if missed:
+            needs_state = needs_state or member.is_complete
+            self._gap(member, missed, envelope.seq - (envelope.kind is Kind.BATCH))
+        member.seq = envelope.seq
+        if needs_state:
+            self._ask(member)
+
     def _apply(self, member: Member, envelope: Envelope, message: SharedMessage) -> None:
         assert self._listener is not None
         if envelope.kind is Kind.MISSED:
@@ -362,6 +390,7 @@ class Channel:
                 self._listener.on_missed(member.id, message)
         elif isinstance(message, MemberState):
             member.state = message
+            member.signs_all = member.signs_all or (envelope.is_signed and message.signs_all)
         elif isinstance(message, StateWanted):
             self._send_state(member, message)
         elif isinstance(message, StateBegins):
@@ -388,10 +417,25 @@ class Channel:
         else:
             self._listener.on_message(member.id, message)
 
-    def _meet(self, envelope: Envelope) -> Member | None:
-        """A new member, from its first envelope."""
+    def _meet(self, envelope: Envelope) -> Member:
+        """A new member, from its first envelope. Raises Refused if there is no room for it.
+
+        Anybody who can write to the Redis can invent members, so those who have proved nothing make room.
+        """
+        unsigned = [member for member in self._members.values() if not member.has_signed]
+        if self._key is not None and not envelope.is_signed and len(unsigned) >= _MAX_UNSIGNED:
+            text = f"{_MAX_UNSIGNED} members have signed nothing yet"
+            raise Refused(Refusal.TOO_LARGE, text, envelope.sender)
         if len(self._members) >= _MAX_MEMBERS:
-            raise Refused(Refusal.TOO_LARGE, f"the fleet has {_MAX_MEMBERS} members already", envelope.sender)
+            gone = [member for member in self._members.values() if member.gone_at is not None]
+            replaceable = gone or (unsigned if envelope.is_signed else [])
+            if not replaceable:
+                text = f"the fleet has {_MAX_MEMBERS} members already"
+                raise Refused(Refusal.TOO_LARGE, text, envelope.sender)
+            oldest = min(replaceable, key=lambda member: member.heard_at)
+            if oldest.gone_at is None:
+                self._gone(oldest)
+            del self._members[oldest.sender]
         before = envelope.seq - (envelope.kind is Kind.BATCH)
         now = self._clock.now()
         member = Member(envelope.sender, envelope.gateway, before, now, now)
@@ -423,7 +467,9 @@ class Channel:
         self.flush()
         if wanted.have != JOINS:
             for batch in self._queue.written_between(wanted.have, wanted.until):
-                self._queue_envelope(Outgoing(Kind.MISSED, member.sender, batch.seq, batch.payload, False))
+                self._queue_envelope(
+                    Outgoing(Kind.MISSED, member.sender, batch.seq, batch.payload, batch.is_signed)
+                )
         state = (self._own_state(), StateBegins(), *self._listener.state(), StateEnds())
         self._emit(Kind.PRIVATE, member.sender, state)
 
@@ -461,11 +507,9 @@ class Channel:
     # Sending
 
     def _emit(self, kind: Kind, to: bytes, messages: Sequence[SharedMessage]) -> None:
-        """Queue messages as envelopes. Those that need an HMAC go into signed ones, or nowhere."""
-        signed = [message for message in messages if isinstance(message, NEEDS_HMAC)]
-        is_signed = bool(signed) or (kind is Kind.PRIVATE and self._key is not None)
-        if signed and self._key is None:
-            is_signed = False
+        """Queue messages as envelopes. Without a key those that need an HMAC are not sent."""
+        is_signed = self._key is not None
+        if not is_signed and any(isinstance(message, NEEDS_HMAC) for message in messages):
             messages = [message for message in messages if not isinstance(message, NEEDS_HMAC)]
             if not self._has_warned_of_key and kind is Kind.BATCH:
                 self._has_warned_of_key = True
@@ -489,7 +533,14 @@ class Channel:
         lag_s = -1.0 if self.lag_s is None else self.lag_s
         has_key = self._key is not None
         return MemberState(
-            self._options.name, self.process, __version__, is_synced, has_key, lag_s, has_reports
+            self._options.name,
+            self.process,
+            __version__,
+            is_synced,
+            has_key,
+            lag_s,
+            has_reports,
+            signs_all=has_key,
         )
 
     def _own_channel(self, member: bytes) -> bytes:
@@ -546,3 +597,9 @@ class Channel:
             except Exception:
                 log.exception("%s failed; it is restarted", name)
             await self._clock.sleep(BEAT_S)
+
+
+def _signs_all(envelope: Envelope) -> bool:
+    """Whether the envelope says that its sender signs all of them."""
+    messages, _ = decode_payload(envelope.payload)
+    return any(isinstance(message, MemberState) and message.signs_all for message in messages)

@@ -94,6 +94,10 @@ class Member:
     is_complete: bool = False
     """Whether the state has arrived and nothing was missed since."""
     is_linked: bool = False
+    has_signed: bool = False
+    """Whether an envelope of it had a right HMAC."""
+    signs_all: bool = False
+    """Whether it has said so in a signed envelope: an unsigned one is not its own."""
     is_believed: bool = False
     """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
     unproven: int = 0

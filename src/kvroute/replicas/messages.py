@@ -424,7 +424,8 @@ class InSync(PeerMessage, frozen=True):
 class MemberState(PeerMessage, frozen=True):
     """A member of the fleet is alive. `lag_s`: its own messages take this long through Redis.
 
-    `has_reports`: it has LMCache's reports, so it can send the state of LMCache's servers.
+    `has_reports`: it has LMCache's reports, so it can send the state of LMCache's servers. `signs_all`: each
+    of its envelopes has an HMAC; earlier releases sign only those that need one.
     """
 
     name: str
@@ -434,6 +435,7 @@ class MemberState(PeerMessage, frozen=True):
     has_key: bool
     lag_s: float
     has_reports: bool = True
+    signs_all: bool = False
 
 
 class StateWanted(PeerMessage, frozen=True):
