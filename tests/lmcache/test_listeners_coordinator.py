@@ -38,8 +38,8 @@ class Served:
         self.http = httpx.AsyncClient(base_url=f"http://{self.server.bind()}", trust_env=False, timeout=10)
         self.task = asyncio.create_task(self.server.run())
 
-    async def register(self, name: str) -> httpx.Response:
-        body = {"instance_id": name, "ip": "10.0.0.1", "http_port": 8080, "metadata": {}, "mq_port": 0}
+    async def register(self, name: str, ip: str = "127.0.0.1") -> httpx.Response:
+        body = {"instance_id": name, "ip": ip, "http_port": 8080, "metadata": {}, "mq_port": 0}
         return await self.http.post("/instances", json=body)
 
     async def aclose(self) -> None:
@@ -118,7 +118,7 @@ async def test_a_server_registers_sends_heartbeats_and_leaves(served: Served) ->
     assert (answer.status_code, answer.json()) == (200, {"instance_id": "a"})
     listed = (await http.get("/instances")).json()["instances"]
     assert [(each["instance_id"], each["ip"], each["http_port"]) for each in listed] == [
-        ("a", "10.0.0.1", 8080)
+        ("a", "127.0.0.1", 8080)
     ]
     assert (await http.get("/healthz")).json() == {"status": "healthy"}
     assert (await http.post("/directory/blend-lookup", json={})).json() == {"matches": []}

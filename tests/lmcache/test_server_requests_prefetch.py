@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions, PrefetchOptions
+from kvroute.lmcache.registration import ServerAddresses
 from kvroute.lmcache.server_requests import Prefetcher, PrefetchOutcome
 from kvroute.wire.lmcache_server import CacheEvents, EventEntry, ObjectKey, ServerRegistration
 
@@ -35,12 +36,16 @@ def stored(model: str, world: int) -> CacheEvents:
 class PrefetchRig:
     """A prefetcher whose requests respx answers; `done` waits until the given number is answered."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, servers: Sequence[str] = ("10.0.0.0/24",), **options: Any) -> None:
         self.clock = JumpingClock(100.0)
         self.coordinator = Coordinator(ChunkIndex(), self.clock, LMCacheOptions())
         self.client = httpx.AsyncClient(trust_env=False)
         self.prefetcher = Prefetcher(
-            self.coordinator, self.client, self.clock, PrefetchOptions(enabled=True, **options)
+            self.coordinator,
+            self.client,
+            self.clock,
+            PrefetchOptions(enabled=True, **options),
+            ServerAddresses(servers, lambda host: False),
         )
 
     def join(self, *, model: str = "/models/m", world: int = 2, address: str = "10.0.0.1") -> None:
@@ -67,6 +72,25 @@ async def rig() -> AsyncIterator[PrefetchRig]:
     rig = PrefetchRig()
     rig.join()
     yield rig
+    await rig.client.aclose()
+
+
+@respx.mock
+async def test_a_prompt_is_not_sent_to_an_address_that_is_neither_the_workers_nor_listed(caplog) -> None:
+    """Whoever registers under a worker's id would get the token ids of its prompts."""
+    rig = PrefetchRig(servers=())
+    rig.join(address="10.0.0.66")
+    server = respx.post("http://10.0.0.66:8080/cache/prefetches").respond(202)
+
+    rig.ask()
+    assert await rig.done() == {"unproven": 1}
+
+    rig.join(address="10.0.0.9")  # the worker's own address
+    own = respx.post("http://10.0.0.9:8080/cache/prefetches").respond(202, json={"chunks": 3})
+    rig.ask()
+    assert (await rig.done(2)).get("unproven") == 1
+    assert (server.called, own.called) == (False, True)
+    assert "10.0.0.66 is neither that of its worker" in caplog.text
     await rig.client.aclose()
 
 
@@ -199,7 +223,7 @@ async def test_no_prefetch_is_sent_for_a_worker_whose_server_or_model_is_unknown
 
 @respx.mock
 async def test_an_ipv6_server_gets_prefetches() -> None:
-    rig = PrefetchRig()
+    rig = PrefetchRig(servers=("::1",))
     rig.join(address="::1")
     route = respx.post("http://[::1]:8080/cache/prefetches").mock(
         return_value=httpx.Response(202, json={"chunks": 1})

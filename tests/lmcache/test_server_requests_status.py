@@ -68,7 +68,7 @@ async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> N
     index, options, clock = ChunkIndex(), options_of(), SystemClock()
     coordinator = Coordinator(index, clock, options)
     app = CoordinatorApp(coordinator, clock, options.coordinator)
-    coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
+    coordinator.worker_changed(ServedWorker("a", "127.0.0.1", (0,), frozenset({MODEL})))
     tokens = list(range(64))
     names = chunk_names(tokens, ChunkScheme(chunk_tokens=8))
     polls: list[str] = []
@@ -88,7 +88,7 @@ async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> N
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
         poller = StatusPoller(coordinator, client, clock, options.coordinator)
-        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "127.0.0.1", "http_port": 8080})
         assert app.registered.is_set()
         await lmcache.post("/events", json={"batches": [batch(7, names)]})
         instance = coordinator.instance("a")
@@ -106,7 +106,7 @@ async def test_a_server_is_polled_for_its_chunk_size_and_its_object_count() -> N
         await poller.poll()
 
     assert instance.doubt is None
-    assert polls == ["http://10.0.0.1:8080/status"] * 3
+    assert polls == ["http://127.0.0.1:8080/status"] * 3
 
 
 async def test_the_poller_polls_when_a_server_registers() -> None:
@@ -148,7 +148,7 @@ async def test_a_server_whose_count_differs_is_polled_less_and_less_often() -> N
         httpx.AsyncClient(transport=httpx.MockTransport(status)) as client,
     ):
         poller = StatusPoller(coordinator, client, clock, options.coordinator)
-        await lmcache.post("/instances", json={"instance_id": "a", "ip": "10.0.0.1", "http_port": 8080})
+        await lmcache.post("/instances", json={"instance_id": "a", "ip": "127.0.0.1", "http_port": 8080})
         await lmcache.post("/events", json={"batches": [batch(7, [bytes(32)])]})
         for _ in range(60):
             await poller.poll(due_only=True)

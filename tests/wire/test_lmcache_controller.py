@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.errors import WireError
+from kvroute.wire import lmcache_controller as wire
 from kvroute.wire.lmcache_controller import (
     SMALL_BYTES,
     DeRegister,
@@ -143,3 +144,16 @@ def test_a_large_batch_of_a_synchronisation_keeps_its_number() -> None:
     assert len(read) > 1
     assert [key for piece in read if isinstance(piece, FullSyncBatch) for key in piece.keys] == sent
     assert {piece.batch_id for piece in read if isinstance(piece, FullSyncBatch)} == {7}
+
+
+@pytest.mark.parametrize("kind", ["BatchedKVOperationMsg", "FullSyncBatchMsg", "BatchedP2PLookupMsg"])
+def test_a_message_of_too_many_rows_is_refused_before_they_are_decoded(kind: str) -> None:
+    """Decoded, five million small numbers need two gigabytes."""
+    rows = [1] * (wire.MAX_ROWS + 1)
+    body = {"type": kind, "instance_id": "a", "worker_id": 0, "location": "L", "sync_id": "s", "batch_id": 0}
+    payload = msgspec.msgpack.encode(body | {"operations": rows, "keys": rows, "hashes": rows})
+
+    (message,) = wire.split(payload)
+    assert message is payload
+    with pytest.raises(WireError):
+        wire.decode(message)

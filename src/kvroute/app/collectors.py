@@ -417,6 +417,7 @@ def coordinator_metrics(
     *,
     rate_failures: int = 0,
     malformed: int = 0,
+    refused: int = 0,
 ) -> Iterable[Metric]:
     """Metrics of the coordinator that LMCache's servers report to."""
     yield gauge(
@@ -439,6 +440,7 @@ def coordinator_metrics(
             rate_failures,
         ),
         ("malformed", "Messages to the coordinator that could not be decoded.", malformed),
+        ("refused", "Messages to the coordinator from an address that may not send them.", refused),
         (
             "servers_expired",
             "LMCache servers that were removed because their heartbeats ended.",

@@ -92,7 +92,9 @@ class LMCache:
             )
         self._prefetcher: Prefetcher | None = None
         if self._coordinator is not None and options.prefetch.enabled:
-            self._prefetcher = Prefetcher(self._coordinator, client, clock, options.prefetch)
+            self._prefetcher = Prefetcher(
+                self._coordinator, client, clock, options.prefetch, self._app.addresses
+            )
         if self._controller is not None:
             self._sockets = ControllerSockets(self._controller, clock, options.controller, self.reports)
         self._tierd: TierdFollower | None = None
@@ -284,6 +286,7 @@ class LMCache:
                 self._coordinator.counts,
                 rate_failures=self._rates.failures,
                 malformed=self._app.malformed,
+                refused=self._app.refused,
             )
         if self._tierd is not None:
             yield from tierd_metrics(self._tierd.daemons.values())

@@ -144,6 +144,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "lmcache_gaps": "Are batches lost?",
             "lmcache_rate_failures": "Do the servers report their bandwidth?",
             "lmcache_malformed": "Does something else connect to the coordinator?",
+            "lmcache_refused": "Does somebody register servers that are not his?",
             "lmcache_prefetches": "Are prefetches worth their requests?",
             "l2_lookups": "How often is the shared store asked?",
             "l2_failures": "Does the shared store answer?",

@@ -184,6 +184,13 @@ class Coordinator:
         host = f"[{instance.address}]" if ":" in instance.address else instance.address
         return f"{self._options.coordinator.server_scheme}://{host}:{instance.http_port}"
 
+    def worker_hosts(self) -> Sequence[str]:
+        return self._attachments.hosts()
+
+    def host_of(self, worker_id: str) -> str:
+        """The host of a worker's URL; "" if the worker is not known."""
+        return self._attachments.host_of(worker_id)
+
     def pools(self) -> Sequence[L2Pool]:
         return list(self._pools.values())
 
@@ -212,9 +219,9 @@ class Coordinator:
 
     # The protocol
 
-    def register(self, message: ServerRegistration) -> tuple[str, bool]:
-        """Register a server. Returns its id (a new one for an empty id) and whether it was registered
-        before."""
+    def register(self, message: ServerRegistration, sender: str = "") -> tuple[str, bool]:
+        """Register a server that sends from the address `sender`. Returns its id (a new one for an empty id)
+        and whether it was registered before."""
         self.counts.registrations += 1
         instance_id = message.instance_id.strip() or self._free_id()
         known = self._instances.get(instance_id)
@@ -227,6 +234,7 @@ class Coordinator:
             self._clear_memory(instance, Doubt.REGISTERED_AGAIN)
         instance.registered, instance.reports_to = True, ""
         instance.address, instance.http_port = message.ip.strip(), message.http_port
+        instance.sender = sender
         instance.last_message_at = self._clock.now()
         log.info(
             "LMCache server %s registered%s from %s", instance_id, " again" if again else "", instance.address
@@ -266,12 +274,15 @@ class Coordinator:
                 pool.held.clear()
                 del self._pools[key]
 
-    def admit(self, batch: CacheEvents, member: str = "") -> BatchOutcome:
+    def admit(self, batch: CacheEvents, member: str = "", sender: str = "") -> BatchOutcome:
         """Whether to apply this batch. Call it once for each sequence number, before `apply`.
 
-        `member` is the member that has forwarded it; empty: it came from the server.
+        `member` is the member that has forwarded it; empty: it came from the server, from the address
+        `sender`.
         """
         outcome = self._admit(batch)
+        if sender:
+            self._instances[batch.instance_id].sender = sender
         self.counts.batches[outcome] += 1
         if outcome is BatchOutcome.APPLIED:
             instance = self._instances[batch.instance_id]

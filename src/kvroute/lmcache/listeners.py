@@ -21,6 +21,12 @@ from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
 from kvroute.lmcache.options import ControllerOptions, CoordinatorOptions
+from kvroute.lmcache.registration import (
+    MAX_SERVERS_PER_SENDER,
+    RegistrationRefused,
+    ServerAddresses,
+    is_local_address,
+)
 from kvroute.wire.lmcache_controller import ErrorReply, Message, Register, Reply, decode, encode, split
 from kvroute.wire.lmcache_server import CacheEvents, decode_events, decode_registration
 
@@ -34,6 +40,7 @@ _T = TypeVar("_T")
 _TICK_S: Final = 1.0
 _CHUNKS_PER_SWEEP: Final = 4000
 _CLOSE_S: Final = 1
+_MAX_NAMED: Final = 256
 _KEEP_ALIVE_S: Final = 75
 """Long, so that the client closes idle connections. A server sends heartbeats every 5 s, and its client
 closes a connection that is idle for 5 s (LMCache 0.5.6, httpx). If we closed it at that moment, a batch of
@@ -64,7 +71,7 @@ class CoordinatorApp:
     """An ASGI application with the routes that LMCache 0.5.6's servers call (v1/mp_coordinator/http_apis).
 
     Reports are applied one after another in order of arrival, in steps of about `slice_ms` of event-loop
-    time. Mutable: `malformed` counts refused messages.
+    time. Mutable: `malformed` counts messages that cannot be decoded, `refused` those that are not believed.
     """
 
     def __init__(
@@ -75,6 +82,10 @@ class CoordinatorApp:
         observer: ReportObserver | None = None,
     ) -> None:
         self.malformed = 0
+        self.refused = 0
+        self.addresses = ServerAddresses(options.servers, is_local_address)
+        self._named: set[str] = set()
+        """Senders whose refusals the log has."""
         self._observer = observer
         self._coordinator = coordinator
         self._clock = clock
@@ -86,7 +97,16 @@ class CoordinatorApp:
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
             return
-        status, body = await self._answer(scope["method"], scope["path"].rstrip("/"), receive)
+        client = scope.get("client")
+        sender = client[0] if client else ""
+        try:
+            status, body = await self._answer(scope["method"], scope["path"].rstrip("/"), sender, receive)
+        except RegistrationRefused as refused:
+            self.refused += 1
+            if sender not in self._named and len(self._named) < _MAX_NAMED:
+                self._named.add(sender)
+                log.warning("LMCache's coordinator refused a message of %s: %s", sender, refused)
+            status, body = refused.status, {"error": str(refused)}
         payload = b"" if body is None else msgspec.json.encode(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(payload))]
         if status == 204:
@@ -94,23 +114,25 @@ class CoordinatorApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
 
-    async def _answer(self, method: str, path: str, receive: _Receive) -> tuple[int, object]:
+    async def _answer(self, method: str, path: str, sender: str, receive: _Receive) -> tuple[int, object]:
         instance_id = path.removeprefix("/instances/")
         match method, path:
             case "POST", "/events":
-                return await self._events(receive)
+                return await self._events(sender, receive)
             case "POST", "/instances":
-                return await self._register(receive)
+                return await self._register(sender, receive)
             case "GET", "/instances":
                 return 200, {"instances": self._instance_list()}
             case "PUT", _ if path.startswith("/instances/") and path.endswith("/heartbeat"):
                 instance_id = instance_id.removesuffix("/heartbeat")
+                self._check_sender(instance_id, sender)
                 if self._coordinator.heartbeat(instance_id):
                     if self._observer is not None:
                         self._observer.alive(instance_id)
                     return 200, {"instance_id": instance_id}
                 return 404, {"error": f"unknown instance {instance_id}; re-register"}
             case "DELETE", _ if path.startswith("/instances/"):
+                self._check_sender(instance_id, sender)
                 self._coordinator.deregister(instance_id)
                 if self._observer is not None:
                     self._observer.left(instance_id)
@@ -121,20 +143,43 @@ class CoordinatorApp:
                 return 200, {"matches": []}
         return 404, {"error": f"{method} {path} is not served here"}
 
-    async def _register(self, receive: _Receive) -> tuple[int, object]:
+    async def _register(self, sender: str, receive: _Receive) -> tuple[int, object]:
         body = await self._read(receive)
         if body is None:
             return self._too_large()
         try:
-            instance_id, again = self._coordinator.register(decode_registration(bytes(body)))
+            message = decode_registration(bytes(body))
         except WireError as error:
             return self._unreadable(error)
+        self.addresses.check(message.ip.strip(), sender, self._coordinator.worker_hosts())
+        self._check_sender(message.instance_id.strip(), sender)
+        instance_id, again = self._coordinator.register(message, sender)
         self.registered.set()
         if self._observer is not None:
             self._observer.alive(instance_id)
         return 200, {"instance_id": instance_id, "re_registered": again}
 
-    async def _events(self, receive: _Receive) -> tuple[int, object]:
+    def _check_sender(self, instance_id: str, sender: str) -> None:
+        """Raise RegistrationRefused if a message in the name of this server does not come from it.
+
+        A server that lives can be replaced from its own machine only; after `heartbeat_timeout_s` without a
+        heartbeat its id is free again.
+        """
+        instance = self._coordinator.instance(instance_id) if instance_id else None
+        if instance is None:
+            heard = sum(each.sender == sender for each in self._coordinator.instances())
+            if heard >= MAX_SERVERS_PER_SENDER:
+                text = f"{sender} has registered {heard} servers already"
+                raise RegistrationRefused(text, status=429)
+            return
+        if not instance.registered or sender == instance.sender:
+            return
+        if not self.addresses.belongs(instance.address, sender) and not self.addresses.is_listed(sender):
+            raise RegistrationRefused(
+                f"server {instance_id[:100]!r} is registered from {instance.address} and lives", status=409
+            )
+
+    async def _events(self, sender: str, receive: _Receive) -> tuple[int, object]:
         body = await self._read(receive)
         if body is None:
             return self._too_large()
@@ -144,7 +189,9 @@ class CoordinatorApp:
                 batches = await self._run_in_slices(decode_events(body))
             except WireError as error:
                 return self._unreadable(error)
-            await self._run_in_slices(self._apply(batches, outcomes))
+            for instance_id in {batch.instance_id for batch in batches}:
+                self._check_sender(instance_id, sender)
+            await self._run_in_slices(self._apply(batches, outcomes, sender))
         return 200, {
             "applied": outcomes[BatchOutcome.APPLIED],
             "duplicates": outcomes[BatchOutcome.DUPLICATE],
@@ -152,7 +199,7 @@ class CoordinatorApp:
         }
 
     def _apply(
-        self, batches: list[CacheEvents], outcomes: dict[BatchOutcome, int]
+        self, batches: list[CacheEvents], outcomes: dict[BatchOutcome, int], sender: str
     ) -> Generator[None, None, None]:
         last: tuple[str, int, int] | None = None
         outcome = BatchOutcome.STALE
@@ -160,7 +207,7 @@ class CoordinatorApp:
         # Not strict: a report without batches has no number, but the list of the following ones has None.
         for batch, number, following in zip(batches, numbers, [*numbers[1:], None], strict=False):
             if number != last:
-                last, outcome = number, self._coordinator.admit(batch)
+                last, outcome = number, self._coordinator.admit(batch, sender=sender)
                 outcomes[outcome] += 1
             if outcome is BatchOutcome.APPLIED:
                 self._coordinator.apply(batch)
@@ -309,6 +356,8 @@ class CoordinatorServer:
 
 _MESSAGES_PER_ROUND = 16
 """Messages that are received from one socket before the next socket is served."""
+_MAX_FRAME_BYTES: Final = 8 * 1024 * 1024
+"""ZMQ closes the connection of a larger frame. LMCache 0.5.6 sends 50 operations or 2,000 keys in one."""
 _CONTROLLER_TICK_S = 1.0
 _WILDCARD_HOSTS = {"*", "0.0.0.0", "[::]", "::"}
 _UNKNOWN_HOST = "192.0.2.1"
@@ -419,6 +468,7 @@ class ControllerSockets:
         # With IPV6 set, an IPv4 address would be bound and reported as an IPv4-mapped IPv6 address.
         bound.setsockopt(zmq.IPV6, int(address.startswith(("*", "["))))
         bound.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        bound.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         try:
             bound.bind(f"tcp://{address}")
         except zmq.ZMQError as error:

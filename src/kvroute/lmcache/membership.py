@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from ipaddress import ip_address
 from itertools import groupby
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ from kvroute.index.chunk_index import ChunkDomain, ChunkHolder, ChunkIndex
 from kvroute.index.prefix_index import MapTrust
 from kvroute.index.snapshot import ENTRY_BYTES, CopyableChunkIndex
 from kvroute.lmcache.options import LMCacheOptions
+from kvroute.lmcache.registration import normalized_host
 from kvroute.wire.lmcache_server import (
     ChunkRun,
     EventEntry,
@@ -343,6 +343,8 @@ class LMCacheServer:
     scheme: ChunkScheme
     address: str = ""
     http_port: int = 0
+    sender: str = ""
+    """The address that its messages come from; empty if only another gateway hears it."""
     registered: bool = False
     last_message_at: float = 0.0
     incarnation: int | None = None
@@ -372,9 +374,6 @@ class LMCacheServer:
         if not self.is_reporting:
             return MapTrust.NONE
         return MapTrust.WHOLE if self.doubt is None else MapTrust.PARTIAL
-
-
-_LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +434,14 @@ class Attachments:
         if worker is not None:
             self._detach(set(worker.slots))
 
+    def hosts(self) -> list[str]:
+        """The hosts of all workers."""
+        return [worker.host for worker in self._workers.values()]
+
+    def host_of(self, worker_id: str) -> str:
+        worker = self._workers.get(worker_id)
+        return "" if worker is None else worker.host
+
     def instance_of(self, worker_id: str) -> LMCacheServer | None:
         return self._server_of.get(worker_id)
 
@@ -465,7 +472,7 @@ class Attachments:
         at: dict[str, list[LMCacheServer]] = {}
         for instance in instances.values():
             if instance.registered:
-                at.setdefault(_normalized_host(instance.address), []).append(instance)
+                at.setdefault(normalized_host(instance.address), []).append(instance)
         self._server_of, self._readers = {}, {}
         for worker in self._workers.values():
             found = self._find_server(worker, instances, at)
@@ -489,7 +496,7 @@ class Attachments:
         )
         found = instances.get(name or worker.id)
         if found is None and not name:
-            there = at.get(_normalized_host(worker.host), ())
+            there = at.get(normalized_host(worker.host), ())
             found = there[0] if len(there) == 1 else None
         return found if found is not None and found.registered and found.is_reporting else None
 
@@ -537,14 +544,3 @@ class Attachments:
         for slot in slots:
             for holder in self._attached.pop(slot, {}):
                 self._index.detach(slot, holder)
-
-
-def _normalized_host(host: str) -> str:
-    """The host in one form, so that equal hosts compare equal. Names are not resolved."""
-    host = host.strip("[]").lower()
-    if host in _LOOPBACK_HOSTS:
-        return "127.0.0.1"
-    try:
-        return ip_address(host).compressed
-    except ValueError:
-        return host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -116,6 +117,12 @@ class CoordinatorOptions(Options):
     listen: str = option(
         "127.0.0.1:9300", "Address to listen on, `host:port`; with port 0 the system chooses a free port."
     )
+    servers: list[str] = option(
+        default_factory=list,
+        description="Hosts and networks, such as `10.4.0.0/16`, that LMCache's servers may register. Others "
+        "may register their own address or a worker's only. Prefetches, which send prompts as token ids, go "
+        "to a server at its worker's address or at one of these.",
+    )
     heartbeat_timeout_s: float = option(
         30.0,
         "A server is removed when its heartbeats have stopped for this long.",
@@ -183,6 +190,16 @@ class CoordinatorOptions(Options):
         host, colon, port = value.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) <= 65535):
             raise ValueError("must be host:port")
+        return value
+
+    @field_validator("servers")
+    @classmethod
+    def _hosts_and_networks(cls, value: list[str]) -> list[str]:
+        for entry in value:
+            if not entry or set(entry) & set(" ,@?#"):
+                raise ValueError(f"{entry!r} must be a host, an address or a network such as 10.4.0.0/16")
+            if "/" in entry:
+                ip_network(entry)  # its ValueError names the entry and what is wrong with it
         return value
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from kvroute.errors import WireError
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import Doubt, LMCacheServer, StoredModel
 from kvroute.lmcache.options import CoordinatorOptions, PrefetchOptions
+from kvroute.lmcache.registration import ServerAddresses
 from kvroute.wire.lmcache_server import (
     LoadRates,
     decode_status,
@@ -186,6 +187,9 @@ class PrefetchOutcome(StrEnum):
     """Not sent: the engine will have started the request by then."""
     CROWDED = "crowded"
     """Not sent: the queue (`max_waiting`) was full."""
+    UNPROVEN = "unproven"
+    """Not sent: the server's address is neither its worker's nor in `lmcache.coordinator.servers`, and a
+    prefetch sends the prompt's token ids."""
     UNKNOWN_MODEL = "unknown_model"
     """Not sent: the model's name in LMCache and its number of ranks are not known."""
 
@@ -209,13 +213,21 @@ class Prefetcher:
     """
 
     def __init__(
-        self, coordinator: Coordinator, client: httpx.AsyncClient, clock: Clock, options: PrefetchOptions
+        self,
+        coordinator: Coordinator,
+        client: httpx.AsyncClient,
+        clock: Clock,
+        options: PrefetchOptions,
+        addresses: ServerAddresses,
     ) -> None:
         self.counts = dict.fromkeys(PrefetchOutcome, 0)
         self._coordinator = coordinator
         self._client = client
         self._clock = clock
         self._options = options
+        self._addresses = addresses
+        self._unproven: set[str] = set()
+        """Ids of servers that the log has named because their address is unproven."""
         self._queue: asyncio.Queue[_PrefetchRequest] = asyncio.Queue(options.max_waiting)
         self._failing: set[str] = set()
         """Ids of servers whose failure was logged; removed when a prefetch succeeds."""
@@ -232,6 +244,21 @@ class Prefetcher:
         """
         instance = self._coordinator.instance_of(worker_id)
         if instance is None:
+            return
+        host = self._coordinator.host_of(worker_id)
+        if not self._addresses.belongs(instance.address, host) and not self._addresses.is_listed(
+            instance.address
+        ):
+            self.counts[PrefetchOutcome.UNPROVEN] += 1
+            if instance.id not in self._unproven:
+                self._unproven.add(instance.id)
+                log.warning(
+                    "no prefetches to LMCache server %s: its address %s is neither that of its worker (%s) "
+                    "nor in lmcache.coordinator.servers",
+                    instance.id,
+                    instance.address,
+                    host,
+                )
             return
         model = self._coordinator.model_of(worker_id)
         if model is None:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 from kvroute.errors import WireError
+
+MAX_ROWS: Final = 131_072
+"""A message of more operations, keys or hashes is refused undecoded: each row needs some 400 bytes."""
 
 ChunkHash: TypeAlias = int
 """LMCache's hash of a chunk: signed 64 bits with `builtin` hashes, unsigned with `sha256_cbor`."""
@@ -69,7 +72,7 @@ class KvOperations(Sender, frozen=True, kw_only=True, tag="BatchedKVOperationMsg
     """The changes in one location of a worker, in order, with consecutive numbers."""
 
     location: str
-    operations: list[Operation]
+    operations: Annotated[list[Operation], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 class KvAdmit(Sender, frozen=True, kw_only=True, tag="KVAdmitMsg"):
@@ -99,7 +102,7 @@ class FullSyncBatch(Sender, frozen=True, kw_only=True, tag="FullSyncBatchMsg"):
     location: str
     sync_id: str
     batch_id: int
-    keys: list[ChunkHash]
+    keys: Annotated[list[ChunkHash], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 class FullSyncEnd(Sender, frozen=True, kw_only=True, tag="FullSyncEndMsg"):
@@ -117,7 +120,7 @@ class FullSyncStatus(Sender, frozen=True, kw_only=True, tag="FullSyncStatusMsg")
 class P2pLookup(Sender, frozen=True, kw_only=True, tag="BatchedP2PLookupMsg"):
     """The worker asks which other instance has the first of these chunks, and how many of the next ones."""
 
-    hashes: list[ChunkHash]
+    hashes: Annotated[list[ChunkHash], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 Message: TypeAlias = (
@@ -192,16 +195,19 @@ class _Header(Struct, frozen=True):
     location: str = ""
 
 
+_Rows: TypeAlias = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_ROWS)]
+
+
 class _RawOperations(Sender, frozen=True, kw_only=True, tag="BatchedKVOperationMsg"):
     location: str
-    operations: list[msgspec.Raw]
+    operations: _Rows
 
 
 class _RawKeys(Sender, frozen=True, kw_only=True, tag="FullSyncBatchMsg"):
     location: str
     sync_id: str
     batch_id: int
-    keys: list[msgspec.Raw]
+    keys: _Rows
 
 
 _from_msgpack = msgspec.msgpack.Decoder(Message).decode
@@ -250,6 +256,8 @@ def origin(payload: bytes) -> tuple[str, int, str] | None:
 
 def split(payload: bytes) -> Iterator[bytes]:
     """Split a large batch into batches of about `SMALL_BYTES`, in order. Other messages are yielded whole.
+
+    One of more than `MAX_ROWS` is yielded as an unreadable message.
 
     The pieces of a `FullSyncBatch` keep its number.
     """
