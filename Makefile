@@ -7,10 +7,12 @@ BIN := $(VENV)/bin
 JOBS ?= 3
 # Not traced: tests that bound the CPU time and memory of whole processes, and generated input.
 UNTRACED := tests/blackbox tests/fuzz
-PARALLEL = $(BIN)/pytest -n $(JOBS) --dist worksteal
-# Bytecode is compiled at installation even where the environment says not to write it: starts are
-# several times faster with it.
-PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode is written even where the environment says not to: starts are several times faster with the bytecode
+# of packages, and the quick tests start about a thousand processes, of which each would compile kvroute again.
+WITH_BYTECODE := env -u PYTHONDONTWRITEBYTECODE
+PIP := $(WITH_BYTECODE) $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(WITH_BYTECODE) $(BIN)/pytest
+PARALLEL = $(PYTEST) -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help up test chaos churn coverage test-engine check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
@@ -23,7 +25,7 @@ up: $(VENV)/.installed $(if $(TLS),$(VENV)/.installed-tls) ## run the gateway on
 
 test: check ## lint, types, import layers, and every test except those with real engines
 	$(PARALLEL) -m "not engine and not load" --durations=20 --durations-min=3
-	$(BIN)/pytest -m "load and not engine"
+	$(PYTEST) -m "load and not engine" $$(grep -rl --include='test_*.py' 'pytest\.mark\.load' tests)
 
 coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick tests reach: 90% or more
 	@$(BIN)/coverage erase
@@ -33,12 +35,13 @@ coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick te
 
 test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
 	$(BIN)/python -m kvroute.deploy.engine_install
-	$(BIN)/pytest -m engine tests/engine
+	$(PYTEST) -m engine tests/engine
 
 fuzz: $(VENV)/.installed-dev ## a million mutated requests and a million event frames [ARGS='--seed 2 --seconds 600']
 	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
-check: lint types layers ## lint, types and import layers
+check: $(VENV)/.installed-dev ## lint, types and import layers, two at a time
+	@$(MAKE) --no-print-directory -j 2 lint types layers
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -103,7 +103,7 @@ def test_frequent_scrapes_are_not_all_remembered(gateway):
         list(gateway.compat())
 
     # Reading files of /proc sometimes leaves some thousand bytes in the allocator; a leak grows each time.
-    assert min(growth_bytes(scrape, 1000) for _ in range(3)) < 20_000
+    assert any(growth_bytes(scrape, 1000) < 20_000 for _ in range(3))
 
 
 def test_cache_and_token_figures_are_the_workers_own(gateway):

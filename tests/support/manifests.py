@@ -9,6 +9,8 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from referencing import Registry, Resource
 
 NEWEST: str = kubernetes_validate.latest_version()
@@ -31,9 +33,18 @@ _CUSTOM = {
 def check(each: dict[str, Any], release: str = NEWEST) -> None:
     """One object: valid in this release of Kubernetes. Raises jsonschema.ValidationError."""
     if each["kind"] in _CUSTOM:
-        jsonschema.validate(each, _CUSTOM[each["kind"]])
+        _custom_validator(each["kind"]).validate(each)
     else:
         _validator(each["kind"].lower(), each["apiVersion"], release).validate(each)
+
+
+@functools.cache
+def _custom_validator(kind: str) -> Validator:
+    """A cached validator; jsonschema.validate checks the whole schema again for each object."""
+    schema = _CUSTOM[kind]
+    validator = validator_for(schema)
+    validator.check_schema(schema)
+    return validator(schema)
 
 
 @functools.cache
