@@ -131,11 +131,19 @@ class TrustState:
         self.doubt = None
 
     def reason(
-        self, *, is_sure: bool, is_whole: bool, orphan_blocks: int, is_full: bool = False
+        self,
+        *,
+        is_sure: bool,
+        is_whole: bool,
+        orphan_blocks: int,
+        is_full: bool = False,
+        is_understood: bool = True,
     ) -> TrustReason | None:
         """The first reason that applies; None if the map is whole."""
         if not is_sure:
             return TrustReason.REPLAYING
+        if not is_understood:
+            return TrustReason.KINDS
         if self.doubt is not None:
             return self.doubt
         if self.silence.is_silent:
@@ -214,10 +222,12 @@ class Intake:
             and not state.silence.may_be_silent
             and self._computed_at_refusal is None
             and not self._orphans
+            and not self._ledger.not_understood
         ):
             return None  # the usual case, and read several times for each request
         return state.reason(
             is_sure=sequence.is_sure and self.failures < self._max_failures,
+            is_understood=not self._ledger.not_understood,
             is_whole=sequence.whole,
             orphan_blocks=self._ledger.orphan_blocks,
             is_full=self._computed_at_refusal is not None,
@@ -412,12 +422,14 @@ class Intake:
             next_seq,
         )
         self.drop_map()
+        self._ledger.is_repairing = True
         self.sequence.lost(next_seq)
         self.failures = 0
 
     def drop_map(self) -> None:
         """Drop all blocks of the map."""
         self._ledger.drop()
+        self._ledger.is_repairing = False
         self.trust_state.clear_doubt()
         self._computed_at_loss = self._computed
         self._computed_at_refusal = None
@@ -425,6 +437,7 @@ class Intake:
     def heal(self) -> None:
         """The blocks of lost events were announced again, or are evicted: the map is whole."""
         self.sequence.heal()
+        self._ledger.is_repairing = False
         self.counts.healed += 1
 
     def on_resumed(self) -> None:

@@ -32,6 +32,7 @@ from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.routing.audit import Audit, Prediction
+from kvroute.routing.discount import Discounts
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategy import Candidate, ExactPrompt, Needs, RouteDecision, Tokens
 from kvroute.tallies import Spread
@@ -63,6 +64,11 @@ class Feedback(Protocol):
         """
         ...
 
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
+        """A whole map predicted `tokens` for this slot; True if the gateway has learned another rule from
+        it."""
+        ...
+
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
         """More than half of the predicted hits of this worker's rank failed: do not use its map."""
         ...
@@ -71,12 +77,19 @@ class Feedback(Protocol):
 class PredictionAudit:
     """Passes the usage of answers to `audit` and to `feedback`. Mutable: the counts of `audit`."""
 
-    def __init__(self, audit: Audit, metrics: Metrics, feedback: Feedback | None) -> None:
+    def __init__(
+        self,
+        audit: Audit,
+        metrics: Metrics,
+        feedback: Feedback | None,
+        discounts: Discounts | None = None,
+    ) -> None:
         self.wants_all_answers = feedback is not None
         """Whether `answered` must be called even for answers without cached tokens."""
         self.audit = audit
         self._metrics = metrics
         self._feedback = feedback
+        self._discounts = discounts
 
     def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
         """A complete answer reported `usage`. Costs a few us; raises nothing for any values in it."""
@@ -93,6 +106,18 @@ class PredictionAudit:
             return
         strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
         judged = held is not None and held.mapped and not held.why
+        if (
+            feedback is not None
+            and held is not None
+            and judged
+            and held.slot is not None
+            and feedback.judged(held.slot, held.tokens, cached_tokens)
+        ):
+            log.info("worker %s: its reports show another rule for the last unit of hits", worker_id)
+            self.audit.forget(worker_id)
+        if self._discounts is not None and tokens:
+            is_mapped = held is not None and held.mapped
+            self._discounts.reported(worker.index, is_mapped, tokens, cached_tokens, worker.block_size)
         tier = (Tokens(tokens) if held is None else held.tokens).tier()
         outcome, is_wrong = self.audit.reported(
             Prediction(strategy, worker_id, rank, tier, tokens, worker.block_size, judged), cached_tokens

@@ -352,6 +352,9 @@ class _RecordedFlights:
     def match(self, keys: RecordedKeys) -> tuple[Mapping[int, int], bool]:
         return keys.in_flight, False
 
+    def count_whole_prompts(self, slot: int) -> bool:
+        return False  # the recorded matches are limited already
+
     def compact(self) -> None:
         """Nothing is in flight."""
 

@@ -10,7 +10,7 @@ from kvroute.fleet.worker import FleetView
 from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
-from kvroute.routing.cost import CostModel, matched_tokens
+from kvroute.routing.cost import CostModel, discounted, matched_tokens
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
@@ -50,6 +50,7 @@ class PrefixAware:
     ) -> None:
         self._costs = costs
         self._history = history
+        self._shares = {} if views.discounts is None else views.discounts.sent
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers = view.workers
@@ -57,7 +58,10 @@ class PrefixAware:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         matched = matched_tokens(self._history, query, workers, view.places)
-        ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
+        predicted = None
+        if self._shares:
+            predicted, matched = matched, discounted(matched, workers, self._shares)
+        ranking = self._costs.rank(query, workers, matched, None, None, view.loads, predicted)
         most = max(matched)
         if not most:
             return RouteDecision(_NAME, _MISS, ranking)
