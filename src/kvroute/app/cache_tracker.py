@@ -29,7 +29,13 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.preparation import KeySpaces, TimeoutOf
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import PrefixIndex, TierMatch, TrustReason, trust_for
+from kvroute.index.prefix_index import (
+    PrefixIndex,
+    TierMatch,
+    TrustReason,
+    cause_and_fix,
+    trust_for,
+)
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.metrics import Metrics
@@ -49,7 +55,7 @@ from kvroute.replicas.messages import (
     unpack_ids,
     unpack_keys,
 )
-from kvroute.routing.discount import LastUnits
+from kvroute.routing.reports import LastUnits
 from kvroute.routing.strategy import (
     CacheMap,
     CachePlace,
@@ -214,7 +220,11 @@ def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
         places = caches.places(worker)
         if not places:
             notes.append(f"kvaware: worker {worker.id!r}: {TrustReason.NO_EVENTS}")
-        notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
+        notes += [
+            f"kvaware: worker {worker.id!r}: {place.why}{cause_and_fix(place.why, place.note)}"
+            for place in places
+            if place.why
+        ]
     return notes
 
 
@@ -231,7 +241,12 @@ def describe_map(
         "tokens": tokens,
         "workers": {
             worker.id: [
-                {"rank": place.rank, "trust": place.trust.value, "why": place.why or None}
+                {
+                    "rank": place.rank,
+                    "trust": place.trust.value,
+                    "why": place.why or None,
+                    "note": cause_and_fix(place.why, place.note).strip(" ()") or None,
+                }
                 for place in caches.places(worker)
             ]
             for worker in fleet.workers()

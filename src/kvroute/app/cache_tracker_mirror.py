@@ -35,7 +35,7 @@ from kvroute.replicas.messages import (
     WorkerPlaces,
     pack_keys,
 )
-from kvroute.routing.discount import LastUnits
+from kvroute.routing.reports import LastUnits
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Tokens
 
 NOT_LINKED: Final = "not_linked"

@@ -79,6 +79,11 @@ class OtherGroups:
         return len(self._groups)
 
     @property
+    def unit(self) -> int:
+        """Tokens in the largest block of these groups; 0 without groups."""
+        return max((group.rule.block_tokens for group in self._groups.values()), default=0)
+
+    @property
     def named(self) -> list[str]:
         """The kinds of the groups that are understood, without repetitions."""
         return sorted({group.rule.kind.value for group in self._groups.values()})

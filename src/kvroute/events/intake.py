@@ -21,7 +21,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
+from kvroute.index.prefix_index import MapTrust, TrustReason, cause_and_fix, trust_for
 from kvroute.wire.batch_split import Piece, split_batch
 from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
 from kvroute.wire.zmq import EventMessage
@@ -154,17 +154,19 @@ class TrustState:
             return TrustReason.FULL
         return TrustReason.UNKNOWN_PARENT if orphan_blocks else None
 
-    def report(self, reason: TrustReason | None) -> None:
-        """Log the reason if it has changed."""
+    def report(self, reason: TrustReason | None, note: str = "") -> None:
+        """Log the reason if it has changed, with its likely cause and the fix; `note` says more about it."""
         if reason is self.reported:
             return
         before, self.reported = self.reported, reason
         if reason is None:
             log.info("KV events of %s: its map is whole again (before: %s)", self._name, before)
         elif trust_for(reason) is MapTrust.NONE:
-            log.warning("KV events of %s: its map is not used: %s", self._name, reason)
+            hint = cause_and_fix(reason, note)
+            log.warning("KV events of %s: its map is not used: %s%s", self._name, reason, hint)
         else:
-            log.warning("KV events of %s: its map may lack blocks: %s", self._name, reason)
+            hint = cause_and_fix(reason, note)
+            log.warning("KV events of %s: its map may lack blocks: %s%s", self._name, reason, hint)
 
 
 class Intake:
@@ -294,8 +296,13 @@ class Intake:
         if applied:
             self.counts.messages += applied
             self._note_message(now)
-            if state.reported is not None or self._orphans or self._computed_at_refusal is not None:
-                state.report(self.reason)
+            if (
+                state.reported is not None
+                or self._orphans
+                or self._computed_at_refusal is not None
+                or ledger.not_understood
+            ):
+                state.report(self.reason, ledger.not_understood)
         return applied
 
     def _apply_small(self, payload: bytes) -> bool:

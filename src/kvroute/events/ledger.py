@@ -95,6 +95,11 @@ class Ledger:
         return self._block_tokens
 
     @property
+    def unit_tokens(self) -> int:
+        """Tokens in the unit in which the engine stores blocks of all groups; 0 before the first block."""
+        return max(self._block_tokens, self._others.unit)
+
+    @property
     def generation(self) -> int:
         """Rises whenever a whole tier is forgotten; an unfinished `dump` is useless then."""
         return self._held.generation

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.index.groups import GroupIndex, GroupRule
@@ -59,6 +59,35 @@ _NONE = (
     TrustReason.SILENT,
     TrustReason.KINDS,
 )
+
+
+_SET_REPLAY: Final = (
+    "set replay_endpoint in its --kv-events-config, and open that port. It ends when the cache is recycled"
+)
+_CAUSES_AND_FIXES: Final[Mapping[TrustReason, str]] = {
+    TrustReason.AUDIT: "the engine finds other tokens than its events and the prompts show: a proxy, several "
+    "engines behind one URL, or files of another model for exact tokens. Compare GET /admin/audit, "
+    "tokens.models and the workers' URLs",
+    TrustReason.SILENT: "its publisher has stopped, or its events do not get here: check the endpoint and "
+    "enable_kv_cache_events of its --kv-events-config, and the network",
+    TrustReason.GAP: f"events were lost, and its replay socket could not give them again: {_SET_REPLAY}",
+    TrustReason.UNKNOWN_PARENT: f"events from before the gateway's first one are missing: {_SET_REPLAY}",
+    TrustReason.FULL: "the map has no room: raise kv_events.max_index_blocks",
+    TrustReason.KINDS: "what was sent to the worker decides instead; a newer vLLM or kvroute may know more",
+}
+
+
+def cause_and_fix(reason: TrustReason | str | None, note: str = "") -> str:
+    """The likely cause of a limited trust and the fix, in brackets; empty if the reason says it all.
+
+    `note` says more about this worker.
+    """
+    text = _CAUSES_AND_FIXES.get(TrustReason(reason), "") if reason in _REASONS else ""
+    text = ": ".join(part for part in (note, text) if part)
+    return f" ({text})" if text else ""
+
+
+_REASONS: Final = frozenset(TrustReason)
 
 
 def trust_for(reason: TrustReason | None) -> MapTrust:
@@ -118,6 +147,7 @@ class _Slot:
 
 _BLOCK_BYTES = 110
 _RUN_BYTES = 250
+_GROUP_BLOCK_BYTES = 100
 
 
 class PrefixIndex:
@@ -393,7 +423,8 @@ class PrefixIndex:
     def size(self) -> IndexSize:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())
-        return IndexSize(blocks, self._held, runs, self._dropped, blocks * _BLOCK_BYTES + runs * _RUN_BYTES)
+        size = blocks * _BLOCK_BYTES + runs * _RUN_BYTES + self.groups.blocks * _GROUP_BLOCK_BYTES
+        return IndexSize(blocks, self._held, runs, self._dropped, size)
 
     def _blocks(self) -> int:
         return sum(table.blocks for table in self._tables.values())

@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import PromptKeys
+from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
@@ -25,12 +25,14 @@ def matched_tokens(
     query: RouteQuery,
     workers: Sequence[Worker],
     places: Mapping[int, int] | None = None,
+    answers: Mapping[int, Mapping[BlockKey, int]] | None = None,
 ) -> list[int]:
     """Matched tokens per worker by the route history, summed over the prompts, in the order of `workers`.
 
     Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
     Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
     `places` maps a worker's index to its position in `workers` (`FleetView.places`); it is derived if None.
+    `answers` (`reports.Answers.by_worker`): a prompt that continues a whole earlier one shows its answer too.
     """
     totals = [0] * len(workers)
     for prompt in query.prompts:
@@ -49,7 +51,12 @@ def matched_tokens(
                 known, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
-            totals[place] += tokens - tokens % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
+            count = tokens
+            if answers and blocks < len(prompt.keys) and (ends := answers.get(index)):
+                answered = ends.get(prompt.keys[blocks - 1], 0)
+                if answered > count:
+                    count = answered if answered < length else length - 1
+            totals[place] += count - count % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
     return totals
 
 

@@ -17,10 +17,10 @@ from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import HISTORIES
 from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.cost_parameters import Costs, Learned
-from kvroute.routing.discount import Discounts
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
+from kvroute.routing.reports import Answers, Discounts, Reports
 from kvroute.routing.scaling import CacheValue
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
@@ -181,9 +181,9 @@ class Router:
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self.learned)
         self._in_flight = InFlight()
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
-        self.discounts = Discounts()
-        """What the workers' reports say about the predictions."""
-        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers, self.discounts)
+        self.reports = Reports(Discounts(), Answers())
+        """What answers have taught about the predictions."""
+        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers, self.reports)
         self._strategies: dict[str, Strategy] = {
             name: make(getattr(options, name), self._costs, history, views)
             for name, make in STRATEGIES.items()
@@ -445,13 +445,13 @@ class Router:
         self._history.forget(worker.index)
         self._sizes.forget(worker)
         self._sizes.resize(worker)
-        self.discounts.forget(worker.index)
+        self.reports.forget(worker.index)
 
     def worker_left(self, worker: Worker) -> None:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
-        self.discounts.forget(worker.index)
+        self.reports.forget(worker.index)
         self.pairs.links.forget(worker.index)
         if self.learned is not None:
             self.learned.forget(worker.index)
@@ -476,7 +476,7 @@ class Router:
     def worker_restarted(self, worker: Worker) -> None:
         """Drop the history of a worker whose cache is empty after a restart."""
         self._history.forget(worker.index)
-        self.discounts.forget(worker.index)
+        self.reports.forget(worker.index)
 
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""

@@ -9,7 +9,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.cost import TierLoad
-from kvroute.routing.discount import Discounts
+from kvroute.routing.reports import Reports
 from kvroute.routing.strategy import CacheMap, Tokens
 
 _GIGA: Final = 1e9
@@ -220,5 +220,5 @@ class CacheViews(NamedTuple):
     """Exact prompts of unfinished requests by slot. The worker has their blocks, or will have them before the
     next request runs, even if it has not published events for them yet."""
     transfers: Transfers
-    discounts: Discounts | None = None
-    """What the workers' reports say about the predictions; None: nothing."""
+    reports: Reports | None = None
+    """What answers have taught; None: nothing."""

@@ -58,9 +58,10 @@ class KvAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._caches, self._in_flight, self._transfers, discounts = views
-        self._shares_mapped = {} if discounts is None else discounts.mapped
-        self._shares_sent = {} if discounts is None else discounts.sent
+        self._caches, self._in_flight, self._transfers, reports = views
+        self._shares_mapped = {} if reports is None else reports.discounts.mapped
+        self._shares_sent = {} if reports is None else reports.discounts.sent
+        self._answers = {} if reports is None else reports.answers.by_worker
         self._no_match: dict[int, CandidateMatch] = {}
         """Slot -> the match of a place that holds nothing of a prompt."""
 
@@ -178,7 +179,7 @@ class KvAware:
         for number, worker in enumerate(workers):
             places = self._caches.places(worker)
             if not sent and not (found and places and _are_whole(places)):
-                sent = matched_tokens(self._history, query, workers)
+                sent = matched_tokens(self._history, query, workers, None, self._answers)
             if not places:
                 targets.append(worker)
                 held.append(CandidateMatch(Tokens(sent[number]), why=query.inexact or "no_events"))

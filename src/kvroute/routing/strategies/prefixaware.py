@@ -50,14 +50,16 @@ class PrefixAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._shares = {} if views.discounts is None else views.discounts.sent
+        reports = views.reports
+        self._shares = {} if reports is None else reports.discounts.sent
+        self._answers = {} if reports is None else reports.answers.by_worker
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers = view.workers
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
-        matched = matched_tokens(self._history, query, workers, view.places)
+        matched = matched_tokens(self._history, query, workers, view.places, self._answers)
         predicted = None
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)

@@ -1,15 +1,17 @@
-"""What reports of cached tokens teach about predictions that are not exact. Pure.
+"""What the token counts in answers teach about predictions. Pure.
 
 `Discounts`: which share of a worker's predicted tokens is really found. `LastUnits`: whether an engine
-computes the last matched unit again, which drafters of the EAGLE family need and no event tells.
+computes the last matched unit again, which drafters of the EAGLE family need and no event tells. `Answers`:
+how long a sequence is with its answer, which the worker holds too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
+from kvroute.blocks.keys import BlockKey
 from kvroute.routing.strategy import Tokens
 
 _WINDOW: Final = 16
@@ -57,6 +59,48 @@ class Discounts:
         for is_mapped, shares in ((True, self.mapped), (False, self.sent)):
             shares.pop(index, None)
             self._latest.pop((index, is_mapped), None)
+
+
+_MOST_ANSWERS: Final = 4096
+"""Per worker; the oldest are dropped first."""
+
+
+class Answers:
+    """The lengths of answered prompts with their answers, by the prompts' last keys.
+
+    Mutable: `add` and `forget`.
+
+    The route history has the prompts only. A prompt that continues a whole earlier one is the next turn of a
+    chat, and then the worker holds the answer before it too.
+    """
+
+    def __init__(self) -> None:
+        self.by_worker: dict[int, dict[BlockKey, int]] = {}
+        """Worker's index -> last key of a prompt -> tokens of prompt and answer that the worker holds."""
+
+    def add(self, index: int, last: BlockKey, prompt_tokens: int, answer_tokens: int) -> None:
+        """The worker answered the prompt whose last key is `last`."""
+        ends = self.by_worker.setdefault(index, {})
+        ends.pop(last, None)
+        if len(ends) >= _MOST_ANSWERS:
+            del ends[next(iter(ends))]
+        ends[last] = prompt_tokens + answer_tokens - 1  # the last token is never computed
+
+    def forget(self, index: int) -> None:
+        """The worker has left or restarted; another one may have its index."""
+        self.by_worker.pop(index, None)
+
+
+class Reports(NamedTuple):
+    """What answers have taught about the workers of a router."""
+
+    discounts: Discounts
+    answers: Answers
+
+    def forget(self, index: int) -> None:
+        """The worker has left or restarted."""
+        self.discounts.forget(index)
+        self.answers.forget(index)
 
 
 class LastUnits:
