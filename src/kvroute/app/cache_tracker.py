@@ -29,7 +29,13 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.preparation import KeySpaces, TimeoutOf
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import PrefixIndex, TrustReason, trust_for
+from kvroute.index.prefix_index import (
+    PrefixIndex,
+    TierMatch,
+    TrustReason,
+    cause_and_fix,
+    trust_for,
+)
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.metrics import Metrics
@@ -49,11 +55,21 @@ from kvroute.replicas.messages import (
     unpack_ids,
     unpack_keys,
 )
-from kvroute.routing.strategy import CacheMap, CachePlace, Candidate, ExactPrompt, RouteQuery, Tokens
+from kvroute.routing.reports import LastUnits
+from kvroute.routing.strategy import (
+    CacheMap,
+    CachePlace,
+    Candidate,
+    ExactPrompt,
+    GroupTokens,
+    RouteQuery,
+    Tokens,
+)
 from kvroute.tls import client_context
 from kvroute.upstream.transport import AnyWorkerTransport
 
 _new: Final = tuple.__new__
+_NO_TOKENS: Final = Tokens()
 
 
 class LiveCaches:
@@ -80,6 +96,8 @@ class LiveCaches:
         """Trust reason and place of each slot."""
         self._aheads: frozenset[int] = frozenset()
         """The lookaheads of all places so far, without 0."""
+        self.last_units = LastUnits(index.unit)
+        index.drops = self.last_units.slots
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
         streams = self._ingest.streams(worker)
@@ -97,10 +115,14 @@ class LiveCaches:
             is_current = False
         if cached is None or not is_current:
             why = "" if reason is None else reason.value
-            place = CachePlace(slot, stream.rank, trust_for(reason), why, ahead)
+            note = stream.ledger.not_understood if reason is TrustReason.KINDS else ""
+            place = CachePlace(slot, stream.rank, trust_for(reason), why, ahead, note=note)
             if ahead:
                 self._aheads = self._aheads | {ahead}
             cached = self._places[slot] = reason, (place,)
+        index = self._index
+        if slot in index.groups.slots or slot in index.drops:
+            return (with_rules(cached[1][0], index),)
         return cached[1]
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
@@ -108,6 +130,14 @@ class LiveCaches:
 
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return self._index.holds(slot, keys, tokens)
+
+
+def with_rules(place: CachePlace, index: PrefixIndex) -> CachePlace:
+    """The place of a slot with several KV cache groups, or whose engine drops a unit, with its rules."""
+    slot = place.slot
+    groups = index.groups.slots.get(slot)
+    has_groups = groups is not None and bool(groups.rules)
+    return place._replace(unit=index.unit(slot), has_groups=has_groups, drops=slot in index.drops)
 
 
 def held_tokens(
@@ -124,12 +154,34 @@ def held_tokens(
     """
     if aheads:
         return _held_with_lookahead(index, chunks, lmcache_reports_l1, prompt, aheads)
+    if index.groups.slots:
+        return _held_by_groups(index, chunks, lmcache_reports_l1, prompt)
     if not prompt.probed and not chunks.is_read:
         gpu = index.match_gpu(prompt.keys)
         if gpu is not None:  # a shortcut for fleets without slower tiers, with the same result
             # Like `Tokens(...)`, but without its constructor, which is Python code.
             return {slot: _new(Tokens, (tokens, 0, 0)) for slot, tokens in gpu.items()}
-    blocks = index.match(prompt.keys)
+    return _held_in_tiers(chunks, lmcache_reports_l1, prompt, index.match(prompt.keys))
+
+
+def _held_by_groups(
+    index: PrefixIndex, chunks: ChunkIndex, lmcache_reports_l1: Callable[[int], bool], prompt: ExactPrompt
+) -> Mapping[int, Tokens]:
+    """As `held_tokens`, in a fleet in which some workers have several KV cache groups."""
+    others: dict[int, int] = {}
+    blocks = index.match(prompt.keys, prompt.end_key if index.drops else None, others)
+    found = dict(_held_in_tiers(chunks, lmcache_reports_l1, prompt, blocks))
+    for slot, otherwise in others.items():
+        found[slot] = GroupTokens.of(*found.get(slot, _NO_TOKENS), otherwise)
+    return found
+
+
+def _held_in_tiers(
+    chunks: ChunkIndex,
+    lmcache_reports_l1: Callable[[int], bool],
+    prompt: ExactPrompt,
+    blocks: Mapping[int, TierMatch],
+) -> Mapping[int, Tokens]:
     starts = {slot: match.gpu for slot, match in blocks.items()}
     behind = chunks.match(prompt.chunks, prompt.salt, starts, prompt.probed)
     found = {
@@ -168,7 +220,11 @@ def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
         places = caches.places(worker)
         if not places:
             notes.append(f"kvaware: worker {worker.id!r}: {TrustReason.NO_EVENTS}")
-        notes += [f"kvaware: worker {worker.id!r}: {place.why}" for place in places if place.why]
+        notes += [
+            f"kvaware: worker {worker.id!r}: {place.why}{cause_and_fix(place.why, place.note)}"
+            for place in places
+            if place.why
+        ]
     return notes
 
 
@@ -185,7 +241,12 @@ def describe_map(
         "tokens": tokens,
         "workers": {
             worker.id: [
-                {"rank": place.rank, "trust": place.trust.value, "why": place.why or None}
+                {
+                    "rank": place.rank,
+                    "trust": place.trust.value,
+                    "why": place.why or None,
+                    "note": cause_and_fix(place.why, place.note).strip(" ()") or None,
+                }
                 for place in caches.places(worker)
             ]
             for worker in fleet.workers()
@@ -310,6 +371,7 @@ class CacheTracker:
     def _streams_changed(self, worker: Worker, before: Sequence[Stream], now: Sequence[Stream]) -> None:
         for slot in {stream.slot for stream in before} - {stream.slot for stream in now}:
             self.lmcache.slot_removed(slot)
+            self.caches.last_units.forget(slot)
             self._on_slot_removed(slot)
         if now:
             self._update_lmcache(worker, now)
@@ -352,6 +414,9 @@ class CacheTracker:
             if cached_tokens and stream.reason is not None:
                 stream.ledger.confirm(keys, followed, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
+
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
+        return self.caches.last_units.reported(slot, tokens, cached_tokens)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
         self._ingest.distrust(worker, rank, TrustReason(why))
@@ -516,7 +581,13 @@ class CacheMapPublisher:
             worker.id,
             [
                 CachePlaceMessage(
-                    place.slot, place.rank, place.trust.value, place.why, reports_l1(place.slot), place.ahead
+                    place.slot,
+                    place.rank,
+                    place.trust.value,
+                    place.why,
+                    reports_l1(place.slot),
+                    place.ahead,
+                    place.note,
                 )
                 for place in cache_tracker.caches.places(worker)
             ],

@@ -10,7 +10,7 @@ from typing import Final, Self
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
-from kvroute.app.cache_tracker import describe_map, held_tokens, map_notes, worker_client
+from kvroute.app.cache_tracker import describe_map, held_tokens, map_notes, with_rules, worker_client
 from kvroute.app.collectors import l2_metrics, lmcache_map_bytes, map_metrics
 from kvroute.app.config import Config
 from kvroute.app.tokenizing import Tokenizing
@@ -35,6 +35,7 @@ from kvroute.replicas.messages import (
     WorkerPlaces,
     pack_keys,
 )
+from kvroute.routing.reports import LastUnits
 from kvroute.routing.strategy import CachePlace, ExactPrompt, Probed, Tokens
 
 NOT_LINKED: Final = "not_linked"
@@ -57,6 +58,8 @@ class MirroredCaches:
         self._on_slot_removed = on_slot_removed
         self._on_bandwidth = on_bandwidth
         self.mirror = make()
+        self.last_units = LastUnits(lambda slot: self.mirror.blocks.unit(slot))
+        self.mirror.blocks.drops = self.last_units.slots
         self.targets: list[L2Target] = []
         self._places: dict[str, tuple[CachePlace, ...]] = {}
         self._by_lmcache: set[int] = set()
@@ -68,7 +71,11 @@ class MirroredCaches:
         return True
 
     def places(self, worker: Worker) -> Sequence[CachePlace]:
-        return self._places.get(worker.id, ())
+        places, blocks = self._places.get(worker.id, ()), self.mirror.blocks
+        if blocks.groups.slots or blocks.drops:
+            known = blocks.groups.slots.keys() | blocks.drops
+            return [with_rules(place, blocks) if place.slot in known else place for place in places]
+        return places
 
     def match(self, prompt: ExactPrompt) -> Mapping[int, Tokens]:
         mirror = self.mirror
@@ -83,6 +90,7 @@ class MirroredCaches:
         match message:
             case MapReset():
                 self.mirror = self._make()
+                self.mirror.blocks.drops = self.last_units.slots
                 self.targets = []
                 for worker in list(self._places):
                     self._set_places(worker, ())
@@ -92,7 +100,10 @@ class MirroredCaches:
                 self._by_lmcache -= {place.slot for place in places if not place.by_lmcache}
                 self._set_places(
                     worker,
-                    tuple(CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why, p.ahead) for p in places),
+                    tuple(
+                        CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why, p.ahead, note=p.note)
+                        for p in places
+                    ),
                 )
             case TierBandwidth(slot, tier, gb_s):
                 self._on_bandwidth(slot, Tier(tier), gb_s)
@@ -125,6 +136,7 @@ class MirroredCaches:
             self._places.pop(worker, None)
         for slot in removed:
             self._by_lmcache.discard(slot)
+            self.last_units.forget(slot)
             self._on_slot_removed(slot)
 
 
@@ -221,6 +233,9 @@ class CacheTrackerMirror:
                 cached_tokens,
             )
         )
+
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
+        return self.caches.last_units.reported(slot, tokens, cached_tokens)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
         self._send(Distrusted(worker.id, rank, why))

@@ -167,6 +167,19 @@ def load_gauges(fleet: Fleet, router: Router, now: float) -> Iterable[Metric]:
         ("model",),
         [((model,), float(router.has_learned(model))) for model in models],
     )
+    discounts = router.reports.discounts
+    yield gauge(
+        "kvroute_match_share",
+        "The share of the predicted tokens that counts, for workers whose reports contradict them, by the "
+        "source of the predictions: the cache map, or the history of sent prompts.",
+        ("worker", "source"),
+        [
+            ((w.id, source), shares[w.index])
+            for source, shares in (("map", discounts.mapped), ("history", discounts.sent))
+            for w in workers
+            if w.index in shares
+        ],
+    )
     yield gauge(
         "kvroute_worker_slowness_ratio",
         "Learned duration of a prefill on each worker relative to the mean: above 1 for a slow worker.",
@@ -358,6 +371,8 @@ def stream_metrics(streams: Sequence[StreamFigures]) -> Iterable[Metric]:
     for name, text in {
         "stored": "Blocks that workers announced as stored.",
         "removed": "Blocks that workers announced as removed.",
+        "passed_over": "Announced blocks that do not count: of KV cache groups of an unknown kind, or not in "
+        "GPU memory.",
     }.items():
         yield counter(
             f"kvroute_map_{name}_blocks",

@@ -395,7 +395,7 @@ class Runtime:
             estimator=self._estimator,
             owners=self._owners,
             journal=self._journal,
-            audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker),
+            audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker, self.router.reports),
             clock=self._clock,
         )
         worker_authorization = (

@@ -360,7 +360,11 @@ class Gatherer:
             ready=ready,
             notes=tuple(str(note) for note in _object(ready).get("notes") or ()),
             trust_notes={
-                worker: "; ".join(str(place["why"]) for place in found if place.get("why"))
+                worker: "; ".join(
+                    ": ".join(str(text) for text in (place["why"], place.get("note")) if text)
+                    for place in found
+                    if place.get("why")
+                )
                 for worker, found in places.items()
             },
             lmcache_known="lmcache" in caches,

@@ -268,6 +268,15 @@ class HeldBlocks:
         self.remember(block_hash, key)
         return True
 
+    def set_copies(self, tier: Tier, block_hash: ExternalBlockHash, copies: int) -> None:
+        """The worker has this number of copies of a held block left; with 0, `release` follows."""
+        if block_hash in self._held[tier]:
+            more = self._extra_copies[tier]
+            if copies > 1:
+                more[block_hash] = copies - 1
+            else:
+                more.pop(block_hash, None)
+
     def assign_hash(self, tier: Tier, block_hash: ExternalBlockHash, key: BlockKey) -> None:
         """The engine hash of a block that the index has already."""
         self._held[tier].put((block_hash,), (key,))

@@ -60,8 +60,11 @@ class Inbox:
     wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, poller: SocketPoller | None = None) -> None:
+        """`poller` is told while messages have arrived that are not applied yet."""
         self.on_messages: OnMessages = _accept_none
+        self._behind_at = poller
+        self._is_behind = False
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Frames] = deque()
         self._lost = False
@@ -90,7 +93,13 @@ class Inbox:
                 return
             messages = messages[applied:]
         self._waiting.extend(messages)
+        self._set_behind(True)
         self._wake()
+
+    def _set_behind(self, is_behind: bool) -> None:
+        if is_behind is not self._is_behind and self._behind_at is not None:
+            self._is_behind = is_behind
+            self._behind_at.set_behind(self, is_behind)
 
     def mark_lost(self) -> None:
         """Messages may have been lost after the ones that were put in so far."""
@@ -108,9 +117,13 @@ class Inbox:
         """Return once messages that are published from now on arrive here, or after `timeout_s`."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for a message or a loss. False if no message arrived for `timeout_s`."""
+        """Wait for a message or a loss. False if no message arrived for `timeout_s`.
+
+        The messages that were taken before are applied.
+        """
         if self._waiting or self._lost:
             return True
+        self._set_behind(False)
         self._last_arrival, self._timeout_s = self._loop.time(), timeout_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._last_arrival + timeout_s, self._on_timer)
@@ -144,6 +157,7 @@ class Inbox:
     async def aclose(self) -> None:
         """Stop receiving."""
         self.on_messages = _accept_none
+        self._set_behind(False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -157,7 +171,7 @@ class ConnectedInbox(Inbox):
     """
 
     def __init__(self, poller: SocketPoller, endpoint: str, topic: str, queue: int) -> None:
-        super().__init__()
+        super().__init__(poller)
         self._poller = poller
         self._endpoint = endpoint
         self._address = _address_of(endpoint)
@@ -368,8 +382,10 @@ def _address_of(endpoint: str) -> str | tuple[str, int]:
 class SharedInbox(Inbox):
     """The messages of one worker at a `Listener`. Keeps the newest `queue` messages and drops older ones."""
 
-    def __init__(self, listener: Listener, topic: bytes, queue: int) -> None:
-        super().__init__()
+    def __init__(
+        self, listener: Listener, topic: bytes, queue: int, poller: SocketPoller | None = None
+    ) -> None:
+        super().__init__(poller)
         self._listener = listener
         self._topic = topic
         self._queue = queue
@@ -395,8 +411,11 @@ class Listener:
     # The socket does not show which worker's connection breaks. A restart of a worker shows in the sequence
     # numbers, or in the check of a quiet stream.
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, queue: int) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, queue: int, poller: SocketPoller | None = None
+    ) -> None:
         self.unread = 0
+        self._poller = poller
         self._queue = queue
         self._inboxes: dict[bytes, SharedInbox] = {}
         self._socket = context.socket(zmq.SUB)
@@ -416,7 +435,7 @@ class Listener:
         key = topic.encode()
         if key in self._inboxes:
             log.warning("two workers publish KV events under the topic %r: only one can be read", topic)
-        inbox = self._inboxes[key] = SharedInbox(self, key, self._queue)
+        inbox = self._inboxes[key] = SharedInbox(self, key, self._queue, self._poller)
         return inbox
 
     def leave(self, topic: bytes, inbox: SharedInbox) -> None:

@@ -223,7 +223,7 @@ class EventIngest:
         self._context = zmq.asyncio.Context()
         for number, endpoint in enumerate(self._options.bind):
             try:
-                listener = Listener(self._context, endpoint, self._options.queue_messages)
+                listener = Listener(self._context, endpoint, self._options.queue_messages, self._poller)
             except zmq.ZMQError as error:
                 self.close()
                 raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {error.strerror}") from error
@@ -346,7 +346,11 @@ class EventIngest:
                     continue
                 if found is not None and worker not in self._without_events and worker in self._followed:
                     self._without_events.add(worker)
-                    log.warning("worker %s publishes no KV events: its cached blocks are unknown", worker.id)
+                    log.warning(
+                        "worker %s publishes no KV events: its cached blocks are unknown. Start vLLM with "
+                        "--kv-events-config; before vLLM 0.27 also set kv_events.endpoint",
+                        worker.id,
+                    )
                 await self._clock.sleep(pause_s)
                 if found is not None:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -385,6 +389,7 @@ class EventIngest:
                 self._options,
                 self._slicer,
                 pool_blocks=_pool_blocks(worker, ledger),
+                block_tokens=lambda: worker.facts.block_size,
                 resumed=None if self._snapshot is None else self._snapshot.take(worker, source.rank),
             )
             prompts = PromptMemory(self._options.probe.memory_tokens)

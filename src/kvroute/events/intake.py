@@ -21,7 +21,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
+from kvroute.index.prefix_index import MapTrust, TrustReason, cause_and_fix, trust_for
 from kvroute.wire.batch_split import Piece, split_batch
 from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
 from kvroute.wire.zmq import EventMessage
@@ -131,11 +131,19 @@ class TrustState:
         self.doubt = None
 
     def reason(
-        self, *, is_sure: bool, is_whole: bool, orphan_blocks: int, is_full: bool = False
+        self,
+        *,
+        is_sure: bool,
+        is_whole: bool,
+        orphan_blocks: int,
+        is_full: bool = False,
+        is_understood: bool = True,
     ) -> TrustReason | None:
         """The first reason that applies; None if the map is whole."""
         if not is_sure:
             return TrustReason.REPLAYING
+        if not is_understood:
+            return TrustReason.KINDS
         if self.doubt is not None:
             return self.doubt
         if self.silence.is_silent:
@@ -146,17 +154,19 @@ class TrustState:
             return TrustReason.FULL
         return TrustReason.UNKNOWN_PARENT if orphan_blocks else None
 
-    def report(self, reason: TrustReason | None) -> None:
-        """Log the reason if it has changed."""
+    def report(self, reason: TrustReason | None, note: str = "") -> None:
+        """Log the reason if it has changed, with its likely cause and the fix; `note` says more about it."""
         if reason is self.reported:
             return
         before, self.reported = self.reported, reason
         if reason is None:
             log.info("KV events of %s: its map is whole again (before: %s)", self._name, before)
         elif trust_for(reason) is MapTrust.NONE:
-            log.warning("KV events of %s: its map is not used: %s", self._name, reason)
+            hint = cause_and_fix(reason, note)
+            log.warning("KV events of %s: its map is not used: %s%s", self._name, reason, hint)
         else:
-            log.warning("KV events of %s: its map may lack blocks: %s", self._name, reason)
+            hint = cause_and_fix(reason, note)
+            log.warning("KV events of %s: its map may lack blocks: %s%s", self._name, reason, hint)
 
 
 class Intake:
@@ -214,10 +224,12 @@ class Intake:
             and not state.silence.may_be_silent
             and self._computed_at_refusal is None
             and not self._orphans
+            and not self._ledger.not_understood
         ):
             return None  # the usual case, and read several times for each request
         return state.reason(
             is_sure=sequence.is_sure and self.failures < self._max_failures,
+            is_understood=not self._ledger.not_understood,
             is_whole=sequence.whole,
             orphan_blocks=self._ledger.orphan_blocks,
             is_full=self._computed_at_refusal is not None,
@@ -284,8 +296,13 @@ class Intake:
         if applied:
             self.counts.messages += applied
             self._note_message(now)
-            if state.reported is not None or self._orphans or self._computed_at_refusal is not None:
-                state.report(self.reason)
+            if (
+                state.reported is not None
+                or self._orphans
+                or self._computed_at_refusal is not None
+                or ledger.not_understood
+            ):
+                state.report(self.reason, ledger.not_understood)
         return applied
 
     def _apply_small(self, payload: bytes) -> bool:
@@ -412,12 +429,14 @@ class Intake:
             next_seq,
         )
         self.drop_map()
+        self._ledger.is_repairing = True
         self.sequence.lost(next_seq)
         self.failures = 0
 
     def drop_map(self) -> None:
         """Drop all blocks of the map."""
         self._ledger.drop()
+        self._ledger.is_repairing = False
         self.trust_state.clear_doubt()
         self._computed_at_loss = self._computed
         self._computed_at_refusal = None
@@ -425,6 +444,7 @@ class Intake:
     def heal(self) -> None:
         """The blocks of lost events were announced again, or are evicted: the map is whole."""
         self.sequence.heal()
+        self._ledger.is_repairing = False
         self.counts.healed += 1
 
     def on_resumed(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed
+from kvroute.events.groups import WHOLE_PREFIX, OtherGroups
 from kvroute.events.holdings import (
     HeldBlocks,
     LedgerCounts,
@@ -24,7 +25,7 @@ from kvroute.events.holdings import (
 )
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.snapshot import Part, Runs
+from kvroute.index.snapshot import GroupBlocks, Part, Runs
 from kvroute.wire.vllm import (
     AllBlocksCleared,
     BlockRemoved,
@@ -49,9 +50,6 @@ _NO_EXTRA_KEYS: Final[list[list[object] | None]] = [None]
 _MAX_HASHLESS: Final = 65_536
 """Blocks that may be held without a known hash."""
 
-_WHOLE_PREFIX: Final = frozenset({"full_attention", "mla_attention"})
-"""Kinds of KV cache whose blocks cover every token (vLLM 0.32, v1/kv_cache_interface.py)."""
-
 
 class Ledger:
     """The blocks that one worker (its slot in the index) holds according to its stream.
@@ -69,8 +67,13 @@ class Ledger:
         keys of the held blocks are those of `blocks.keys.lookahead_keys`."""
         self.forgotten = 0
         """Rises whenever a block without a known hash may have been removed: see `confirm`."""
+        self.is_repairing = False
+        """Whether lost blocks may be announced again. The owner changes it."""
+        self.not_understood = ""
+        """Why no hit can be computed from the kinds of KV cache that the events name; usually empty."""
         self._index = index
         self._held = HeldBlocks(index, slot, self.counts, max_remembered)
+        self._others = OtherGroups(index, slot, self.counts, self._name_of)
         self._orphans = OrphanBlocks(max_orphans)
         self.orphan_hashes = self._orphans.hashes
         """Blocks with an unknown parent. Always the same mapping. For reading."""
@@ -90,6 +93,11 @@ class Ledger:
     def block_tokens(self) -> int:
         """Tokens in a block of GPU memory; 0 before the first block."""
         return self._block_tokens
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens in the unit in which the engine stores blocks of all groups; 0 before the first block."""
+        return max(self._block_tokens, self._others.unit)
 
     @property
     def generation(self) -> int:
@@ -269,6 +277,8 @@ class Ledger:
         self._hashless = {}
         self.forgotten += 1
         self._group = None
+        self._others.forget()
+        self.not_understood = ""
 
     def close(self) -> None:
         """The stream has ended: forget all blocks and remove the worker from the index."""
@@ -303,6 +313,7 @@ class Ledger:
                 runs = [run for run in part.runs if not any(key in hashless for key in run)]
                 part = Runs(part.tier, part.stride, runs)
             yield part
+        yield from self._others.dump()
 
     def begin_restore(self, group: int | None, block_tokens: int, lookahead: int = 0) -> None:
         """Start to restore a snapshot: calls of `restore` follow."""
@@ -310,7 +321,11 @@ class Ledger:
 
     def restore(self, part: Part) -> None:
         """Restore one part of a snapshot; the parts come in the order of `dump`."""
-        if not self._closed:
+        if self._closed:
+            return
+        if isinstance(part, GroupBlocks):
+            self._others.restore(part)
+        else:
             self._held.restore(part)
 
     # Events
@@ -329,6 +344,8 @@ class Ledger:
             return False
         if (group is not None and group != self._group) or self._hashless or self.orphan_hashes:
             return False
+        if group is not None and self._others.unnamed:
+            return False
         if event.lookahead_token_ids is not None:
             return False
         return self._held.append_one(parent, hashes[0], tokens)
@@ -340,7 +357,11 @@ class Ledger:
             self.counts.unusable += len(hashes)
             return
         if event.group_idx is not None and not self._speaks_for_prefix(event):
-            self.counts.passed_over += len(hashes)
+            if tier is Tier.GPU:
+                self._others.stored(event, repeats, self.is_repairing)
+                self._judge_kinds()
+            else:
+                self.counts.passed_over += len(hashes)
             return
         head: Sequence[int] = ()
         if event.lookahead_token_ids is not None:
@@ -383,7 +404,9 @@ class Ledger:
                 self._placed(self._held.hold(tier, self._block_tokens, None, (block_hash,), (key,)), (key,))
 
     def _placed(self, hashes: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
-        """These blocks are held now: place the orphans under them."""
+        """These blocks are held now: place the orphans under them, and name those of other groups."""
+        if self._others.unnamed:
+            self._others.named_now(hashes, keys)
         if self._hashless:
             for _, key in zip(hashes, keys, strict=False):
                 self._hashless.pop(key, None)
@@ -399,12 +422,24 @@ class Ledger:
         if tier is None:
             self.counts.unusable += len(hashes)
             return True
-        group = event.group_idx
+        group, left = event.group_idx, event.remaining_copy_counts
+        if left is not None and (len(left) != len(event.block_hashes) or min(left, default=0) < 0):
+            left = None
+        if left is not None and len(hashes) != len(left):
+            places = {block_hash: place for place, block_hash in enumerate(event.block_hashes)}
+            left = [left[places[block_hash]] for block_hash in hashes]
         if group is not None and group != (self._group or 0):
-            self.counts.passed_over += len(hashes)
+            if tier is Tier.GPU:
+                self._others.removed(group, hashes, left)
+            else:
+                self.counts.passed_over += len(hashes)
             return True
         release, certain = self._held.release, True
-        for block_hash in hashes:
+        for place, block_hash in enumerate(hashes):
+            if left is not None:
+                self._held.set_copies(tier, block_hash, left[place])
+                if left[place]:
+                    continue
             if not release(tier, block_hash) and not self._orphans.discard(block_hash):
                 self.counts.unknown_removed += 1
                 if tier is Tier.GPU:
@@ -418,6 +453,7 @@ class Ledger:
         self.counts.cleared += 1
         self.forgotten += 1
         self._held.forget(Tier.GPU)
+        self._others.clear()
         self._hashless = {}
         self._orphans.clear(Tier.GPU)
         self._pending.clear()
@@ -436,10 +472,28 @@ class Ledger:
         if self._group is None:
             if kind is None:
                 return group == 0
-            if kind not in _WHOLE_PREFIX:
+            if kind not in WHOLE_PREFIX:
                 return False
             self._group = group
+            self._judge_kinds()
         return group == self._group
+
+    def _name_of(self, block_hash: ExternalBlockHash) -> BlockKey | None:
+        return self._held.key_of(block_hash, Tier.GPU)
+
+    def _judge_kinds(self) -> None:
+        """Set `not_understood`."""
+        others = self._others
+        unclear = ", ".join(sorted(set(others.kinds.values())))
+        if "no kind" in unclear:
+            self.not_understood = "several groups without a kind (vLLM 0.20 and 0.21)"
+        elif "parts of blocks" in unclear:
+            self.not_understood = unclear
+        elif self._group is None and (unclear or len(others)):
+            named = ", ".join([*others.named, *([unclear] if unclear else [])])
+            self.not_understood = f"no group covers the whole prompt, only {named}"
+        else:
+            self.not_understood = ""
 
     # Orphan blocks
 

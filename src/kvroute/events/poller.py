@@ -105,6 +105,9 @@ MAX_STALENESS_S: Final = 0.01
 """Routing may use a map up to 10 ms old unless a socket is known to have more data. Reading several batches
 together costs much less than reading each alone."""
 
+MOST_BEHIND_S: Final = 1.0
+"""A stream that holds messages for longer is being repaired, and its map is not used meanwhile."""
+
 ReadSocket = Callable[[float], bool | None]
 """Reads one socket without waiting, and applies what arrived until this time of the clock. True if there may
 be more data, None if there was none."""
@@ -133,6 +136,8 @@ class SocketPoller:
         """Consecutive pauses between batches of less than `TIMER_S`."""
         self._got_data = False
         """Whether data arrived since the timer was set."""
+        self._behind: dict[object, float] = {}
+        """Readers that hold messages that are not applied yet, and since when."""
 
     def add(self, descriptor: int, read: ReadSocket) -> None:
         """Read this socket with `read` from now on."""
@@ -153,6 +158,17 @@ class SocketPoller:
             self._timer.cancel()
             self._timer = None
 
+    def set_behind(self, reader: object, is_behind: bool) -> None:
+        """Whether `reader` holds messages that have arrived but are not applied yet."""
+        if is_behind:
+            self._behind.setdefault(reader, self.clock.now())
+        else:
+            self._behind.pop(reader, None)
+
+    def _is_level(self, now: float) -> bool:
+        """Is everything applied that has arrived? A reader that is behind for long is being repaired."""
+        return not self._behind or now - max(self._behind.values()) > MOST_BEHIND_S
+
     def poll(self, force: bool = True) -> bool:
         """Read and apply what has arrived, for at most `slice_ms`. True if nothing that has arrived is left.
 
@@ -165,7 +181,7 @@ class SocketPoller:
         self._polled_at = now
         ready = self._poll.poll(0)
         if not ready:
-            return True
+            return self._is_level(now)
         self._last_batch_at = now
         self._got_data = True
         deadline = now + self._slice_s
@@ -176,7 +192,7 @@ class SocketPoller:
         if self._unfinished:
             self._watch_all()
             return False
-        return True
+        return self._is_level(now)
 
     # Watching by the loop, or by a timer
 

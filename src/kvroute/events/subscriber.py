@@ -75,7 +75,7 @@ _MESSAGES_PER_ROUND = 1000
 """Messages between two checks of the stream's state."""
 _MESSAGES_PER_TAKE = 50
 _LARGE_BLOCK = 256
-"""Tokens in a block, assumed until the worker's block size is known."""
+"""Tokens in a block, assumed until the events or the worker's metrics show its size."""
 
 
 class KvEventSubscriber:
@@ -83,7 +83,8 @@ class KvEventSubscriber:
 
     Mutable: `run` owns all waiting; every other method is synchronous or takes the lock, and may be called at
     any time from the same event loop. All streams of the loop share `slicer`. `pool_blocks` is as for
-    `Intake`. `resumed` is a snapshot of this stream: it is used once a replay has confirmed its position.
+    `Intake`; `block_tokens` returns the worker's block size by its metrics, or None. `resumed` is a
+    snapshot of this stream: it is used once a replay has confirmed its position.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class KvEventSubscriber:
         slicer: TimeSlicer,
         *,
         pool_blocks: Callable[[], int | None] = lambda: None,
+        block_tokens: Callable[[], int | None] = lambda: None,
         resumed: tuple[StreamHead, Sequence[Frame]] | None = None,
     ) -> None:
         self._name = name
@@ -108,6 +110,7 @@ class KvEventSubscriber:
         self._clock = clock
         self._options = options
         self._slicer = slicer
+        self._block_tokens = block_tokens
         self._resumed = resumed if replay_endpoint is not None else None
         self._intake = intake = Intake(name, ledger, clock, options, slicer, pool_blocks)
         self._sequence, self._trust_state, self.counts = intake.sequence, intake.trust_state, intake.counts
@@ -145,7 +148,7 @@ class KvEventSubscriber:
         More new tokens than a block has means that the worker stored a block and published an event. Too many
         such answers without an event make the map unusable (`TrustReason.SILENT`).
         """
-        if new_tokens > (self._ledger.block_tokens or _LARGE_BLOCK):
+        if new_tokens > max(self._ledger.unit_tokens or _LARGE_BLOCK, self._block_tokens() or 0):
             self._trust_state.silence.on_answer(self._clock.now(), started)
 
     def distrust(self, reason: TrustReason) -> None:
@@ -155,7 +158,7 @@ class KvEventSubscriber:
         starts empty.
         """
         self._trust_state.distrust(reason)
-        self._trust_state.report(self.reason)
+        self._trust_state.report(self.reason, self._ledger.not_understood)
 
     def note_reannounce_requested(self, blocks: int) -> None:
         """See `Intake.note_reannounce_requested`."""
@@ -164,7 +167,7 @@ class KvEventSubscriber:
     def heal(self) -> None:
         """The blocks of lost events were announced again: the map is whole."""
         self._intake.heal()
-        self._trust_state.report(self.reason)
+        self._trust_state.report(self.reason, self._ledger.not_understood)
 
     async def capture(self) -> tuple[StreamHead, list[bytes]] | None:
         """The map as a snapshot: its head, without the worker's fields, and its frames; None if it is not
@@ -216,7 +219,7 @@ class KvEventSubscriber:
                     log.exception(APPLYING_FAILED, self._name)
                     self._intake.failed()
                 self._sequence.mark_unsure()
-                self._trust_state.report(self.reason)
+                self._trust_state.report(self.reason, self._ledger.not_understood)
                 await self._clock.sleep(self._options.retry_s)
         finally:
             self._sequence.mark_unsure()
@@ -247,7 +250,7 @@ class KvEventSubscriber:
         while True:
             if self._trust_state.doubt is not None or not self._sequence.is_sure:
                 await self._repair()
-            self._trust_state.report(self.reason)
+            self._trust_state.report(self.reason, self._ledger.not_understood)
             arrived = await inbox.wait(self._options.idle_check_s)
             async with self._applying:
                 if not arrived:

@@ -29,10 +29,12 @@ from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
+from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.routing.audit import Audit, Prediction
 from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.reports import Reports
 from kvroute.routing.strategy import Candidate, ExactPrompt, Needs, RouteDecision, Tokens
 from kvroute.tallies import Spread
 from kvroute.tokens.estimate import TokenEstimator
@@ -63,6 +65,11 @@ class Feedback(Protocol):
         """
         ...
 
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
+        """A whole map predicted `tokens` for this slot; True if the gateway has learned another rule from
+        it."""
+        ...
+
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
         """More than half of the predicted hits of this worker's rank failed: do not use its map."""
         ...
@@ -71,19 +78,30 @@ class Feedback(Protocol):
 class PredictionAudit:
     """Passes the usage of answers to `audit` and to `feedback`. Mutable: the counts of `audit`."""
 
-    def __init__(self, audit: Audit, metrics: Metrics, feedback: Feedback | None) -> None:
-        self.wants_all_answers = feedback is not None
-        """Whether `answered` must be called even for answers without cached tokens."""
+    def __init__(
+        self,
+        audit: Audit,
+        metrics: Metrics,
+        feedback: Feedback | None,
+        reports: Reports | None = None,
+    ) -> None:
         self.audit = audit
         self._metrics = metrics
         self._feedback = feedback
+        self._reports = reports
 
     def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
         """A complete answer reported `usage`. Costs a few us; raises nothing for any values in it."""
-        feedback = self._feedback
+        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.held
+        prompts, reports = query.prompts, self._reports
+        if reports is not None and usage.completion_tokens and len(prompts) == 1 and prompts[0].keys:
+            # Several choices are several answers, and no usage tells their lengths apart; the next turn has
+            # one of them, so the sum is too much. The audit and the discount notice.
+            reports.answers.add(
+                worker.index, prompts[0].keys[-1], usage.prompt_tokens, usage.completion_tokens
+            )
         if feedback is None and usage.cached_tokens is None:
             return
-        query, worker, held = plan.query, candidate.worker, candidate.held
         rank = 0 if held is None or held.rank is None else held.rank
         if feedback is not None and len(query.exact) == 1:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)
@@ -93,13 +111,29 @@ class PredictionAudit:
             return
         strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
         judged = held is not None and held.mapped and not held.why
+        if (
+            feedback is not None
+            and held is not None
+            and judged
+            and held.slot is not None
+            and feedback.judged(held.slot, held.tokens, cached_tokens)
+        ):
+            log.info("worker %s: its reports show another rule for the last unit of hits", worker_id)
+            self.audit.forget(worker_id)
+        if reports is not None and tokens:
+            is_mapped = held is not None and held.mapped
+            reports.discounts.reported(worker.index, is_mapped, tokens, cached_tokens, worker.block_size)
         tier = (Tokens(tokens) if held is None else held.tokens).tier()
         outcome, is_wrong = self.audit.reported(
             Prediction(strategy, worker_id, rank, tier, tokens, worker.block_size, judged), cached_tokens
         )
         self._metrics.predicted(strategy, worker_id, tier, outcome, abs(tokens - cached_tokens))
         if is_wrong and feedback is not None:
-            log.warning("worker %s: too many predicted hits failed; its cache map is not used now", worker_id)
+            log.warning(
+                "worker %s: too many predicted hits failed; its cache map is not used now%s",
+                worker_id,
+                cause_and_fix(_AUDIT),
+            )
             self._metrics.map_demotions.labels(worker_id, _AUDIT).inc()
             feedback.distrust(worker, rank, _AUDIT)
 
@@ -454,8 +488,7 @@ class Exchange(Struct, eq=False):
             deps, plan = self._deps, self._plan
             self._record.usage = usage
             deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
-            if usage.cached_tokens is not None or deps.audit.wants_all_answers:
-                deps.audit.answered(plan, candidate, usage)
+            deps.audit.answered(plan, candidate, usage)
 
     def _worker_failed(self, error: UpstreamError) -> None:
         """The worker ended its answer before it was complete."""

@@ -38,6 +38,9 @@ class _SlotEntry(Struct, eq=False, gc=False):
 
     slot: int
     is_forgotten: bool = False
+    ends: dict[tuple[int, BlockKey], int] | None = None
+    """Length and last key of each prompt -> number of such prompts; None while every common beginning
+    counts."""
 
 
 _Segments = dict[int, _PathSegment]
@@ -72,7 +75,14 @@ class Flight(Struct, eq=False):
             segment.ended -= 1
         if self._entry.is_forgotten:
             return
-        slot = self._entry.slot
+        slot, ends = self._entry.slot, self._entry.ends
+        if ends and segment is not None:
+            end = segment.end, segment.keys[segment.end - 1]
+            others = ends.get(end, 0) - 1
+            if others > 0:
+                ends[end] = others
+            else:
+                ends.pop(end, None)
         while segment is not None:
             flights = segment.flights
             others = flights[slot] - 1
@@ -106,6 +116,8 @@ class InFlight:
         self._slots: dict[int, _SlotEntry] = {}
         self.ended: list[Flight] = []
         """The prompts of finished requests. For reading."""
+        self._by_ends: dict[int, _SlotEntry] = {}
+        """The slots of `count_whole_prompts`."""
 
     def match(self, keys: Sequence[BlockKey]) -> tuple[Mapping[int, int], bool]:
         """Returns (slot -> leading keys shared with a prompt in flight there, continues a finished prompt).
@@ -134,7 +146,34 @@ class InFlight:
             if segment.ended:
                 continues_finished = True
             segment = segments.get(keys[depth])
+        if self._by_ends:
+            self._limit_to_ends(keys, found)
         return found, continues_finished
+
+    def count_whole_prompts(self, slot: int) -> bool:
+        """From now on, of this slot only prompts count that a new prompt has whole; True if that is new.
+
+        For engines that keep a state of a prompt's end only, and not of every common beginning.
+        """
+        entry = self._slots.get(slot)
+        if entry is None:
+            entry = self._slots[slot] = _SlotEntry(slot)
+        if entry.ends is not None:
+            return False
+        entry.ends = {}
+        self._by_ends[slot] = entry
+        return True
+
+    def _limit_to_ends(self, keys: Sequence[BlockKey], found: dict[int, int]) -> None:
+        for slot in [slot for slot in found if slot in self._by_ends]:
+            depth, longest = found[slot], 0
+            for length, last in self._by_ends[slot].ends or ():
+                if longest < length <= depth and keys[length - 1] == last:
+                    longest = length
+            if longest:
+                found[slot] = longest
+            else:
+                del found[slot]
 
     def acquire(self, slot: int, keys: Sequence[BlockKey]) -> Flight:
         """A request with this prompt was sent to `slot`. Keeps `keys` without a copy: they must not
@@ -148,6 +187,9 @@ class InFlight:
             first = keys[0]
         except IndexError:
             return Flight(segments, entry, None, self.ended)
+        if entry.ends is not None:
+            end = len(keys), keys[-1]
+            entry.ends[end] = entry.ends.get(end, 0) + 1
         segment = segments.get(first)
         if segment is None:
             last = segments[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
@@ -168,6 +210,7 @@ class InFlight:
         if entry is None:
             return
         entry.is_forgotten = True
+        self._by_ends.pop(slot, None)
         for first, segment in list(self._segments.items()):
             if segment.flights.pop(slot, None) and not segment.flights:
                 del self._segments[first]

@@ -13,9 +13,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
+from kvroute.index.groups import GroupIndex, GroupRule
 from kvroute.index.runs import BlockRun, RunTable
 
 
@@ -47,9 +48,46 @@ class TrustReason(StrEnum):
     """Some blocks are orphans."""
     FULL = "full"
     """The index had no room for some blocks."""
+    KINDS = "kinds"
+    """No hit can be computed from the kinds of KV cache that the worker's events name."""
 
 
-_NONE = (TrustReason.NO_EVENTS, TrustReason.REPLAYING, TrustReason.AUDIT, TrustReason.SILENT)
+_NONE = (
+    TrustReason.NO_EVENTS,
+    TrustReason.REPLAYING,
+    TrustReason.AUDIT,
+    TrustReason.SILENT,
+    TrustReason.KINDS,
+)
+
+
+_SET_REPLAY: Final = (
+    "set replay_endpoint in its --kv-events-config, and open that port. It ends when the cache is recycled"
+)
+_CAUSES_AND_FIXES: Final[Mapping[TrustReason, str]] = {
+    TrustReason.AUDIT: "the engine finds other tokens than its events and the prompts show: a proxy, several "
+    "engines behind one URL, or files of another model for exact tokens. Compare GET /admin/audit, "
+    "tokens.models and the workers' URLs",
+    TrustReason.SILENT: "its publisher has stopped, or its events do not get here: check the endpoint and "
+    "enable_kv_cache_events of its --kv-events-config, and the network",
+    TrustReason.GAP: f"events were lost, and its replay socket could not give them again: {_SET_REPLAY}",
+    TrustReason.UNKNOWN_PARENT: f"events from before the gateway's first one are missing: {_SET_REPLAY}",
+    TrustReason.FULL: "the map has no room: raise kv_events.max_index_blocks",
+    TrustReason.KINDS: "what was sent to the worker decides instead; a newer vLLM or kvroute may know more",
+}
+
+
+def cause_and_fix(reason: TrustReason | str | None, note: str = "") -> str:
+    """The likely cause of a limited trust and the fix, in brackets; empty if the reason says it all.
+
+    `note` says more about this worker.
+    """
+    text = _CAUSES_AND_FIXES.get(TrustReason(reason), "") if reason in _REASONS else ""
+    text = ": ".join(part for part in (note, text) if part)
+    return f" ({text})" if text else ""
+
+
+_REASONS: Final = frozenset(TrustReason)
 
 
 def trust_for(reason: TrustReason | None) -> MapTrust:
@@ -109,6 +147,7 @@ class _Slot:
 
 _BLOCK_BYTES = 110
 _RUN_BYTES = 250
+_GROUP_BLOCK_BYTES = 100
 
 
 class PrefixIndex:
@@ -129,6 +168,11 @@ class PrefixIndex:
         self._held = 0
         self._known_room = 0
         """A lower bound of the number of blocks that still fit."""
+        self.groups = GroupIndex(max_blocks)
+        """The further KV cache groups of slots with several. For reading."""
+        self.drops: set[int] = set()
+        """Slots whose engine computes the last matched unit again (drafters of the EAGLE family). The owner
+        may replace the set by its own and change it."""
 
     # Holders and slots
 
@@ -155,6 +199,7 @@ class PrefixIndex:
             for holder in holders:
                 if not holder.shared:
                     self.clear(holder)
+        self.groups.forget(slot)
         self._map_gpu_lanes()
 
     # Blocks
@@ -242,17 +287,54 @@ class PrefixIndex:
                 if run.mask & bit:
                     yield from map(BlockKey, run.keys)
 
+    # Further KV cache groups
+
+    def define_group(self, slot: int, group: int, rule: GroupRule) -> None:
+        """The slot has a further group with this rule; hits are limited by its blocks from now on."""
+        self.groups.define(slot, group, rule)
+        self._map_gpu_lanes()
+
+    def store_group(self, slot: int, group: int, keys: Sequence[BlockKey]) -> bool:
+        """The group has these blocks; False if there was no room for one of them."""
+        return self.groups.store(slot, group, keys)
+
+    def remove_group(self, slot: int, group: int, keys: Sequence[BlockKey]) -> None:
+        """The group no longer has these blocks."""
+        self.groups.remove(slot, group, keys)
+
+    def clear_groups(self, slot: int) -> None:
+        """The slot's further groups have no blocks any more."""
+        self.groups.clear(slot)
+
+    def forget_groups(self, slot: int) -> None:
+        """The slot has no further groups."""
+        self.groups.forget(slot)
+
+    def unit(self, slot: int) -> int:
+        """Tokens in the unit of hits in the slot's GPU memory; 0 while it has none."""
+        known = self._slots.get(slot)
+        strides = [max(each.lanes) for each in known.holders[Tier.GPU] if each.lanes] if known else []
+        groups = self.groups.slots.get(slot)
+        if groups is not None:
+            return groups.unit
+        return max(strides, default=0) * KEY_TOKENS
+
     # Reading
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[int, TierMatch]:
+    def match(
+        self, keys: Sequence[BlockKey], end_key: BlockKey | None = None, others: dict[int, int] | None = None
+    ) -> dict[int, TierMatch]:
         """Slot -> matched tokens of a prompt by tier, for slots with at least one. Changes nothing.
 
         `keys` are the prompt's keys (`blocks.keys.prompt_keys`). Costs a few lookups for each run of blocks
-        with the same holders, not for each block: bench/micro_events.py.
+        with the same holders, not for each block: bench/micro_events.py. `end_key` and `others`: see
+        `match_gpu`.
         """
         gpu: dict[int, int] = {}
         for lanes in self._gpu_lanes:
             lanes.match(keys, gpu)
+        if self.groups.slots or self.drops:
+            self._limit(keys, gpu, end_key, others)
         spans = _PromptSpans(self._tables, keys)
         matches: dict[int, TierMatch] = {}
         for slot, known in self._slots.items():
@@ -266,15 +348,60 @@ class PrefixIndex:
                 matches[slot] = TierMatch(start, l1, l2)
         return matches
 
-    def match_gpu(self, keys: Sequence[BlockKey]) -> dict[int, int] | None:
+    def match_gpu(
+        self, keys: Sequence[BlockKey], end_key: BlockKey | None = None, others: dict[int, int] | None = None
+    ) -> dict[int, int] | None:
         """Slot -> matched tokens in GPU memory; faster than `match`. None if any slot has a holder in L1 or
-        L2."""
+        L2.
+
+        `end_key` is the key at the end of the whole prompt, if it ends with a key's tokens. `others` gets,
+        for slots with several groups, the hit if the engine drops the last unit and `drops` says that it does
+        not, or the other way round.
+        """
         if self._has_slower_tiers:
             return None
         gpu: dict[int, int] = {}
         for lanes in self._gpu_lanes:
             lanes.match(keys, gpu)
+        if self.groups.slots or self.drops:
+            self._limit(keys, gpu, end_key, others)
         return gpu
+
+    def _limit(
+        self,
+        keys: Sequence[BlockKey],
+        gpu: dict[int, int],
+        end_key: BlockKey | None,
+        others: dict[int, int] | None,
+    ) -> None:
+        """Limit what the runs show to what the engines can use of it: `gpu` is slot -> leading tokens."""
+        groups, drops, most = self.groups.slots, self.drops, len(keys) * KEY_TOKENS
+        for slot in [each for each in gpu if each in groups or each in drops]:
+            whole, further, dropped = gpu[slot], groups.get(slot), slot in drops
+            if further is None or not further.rules:
+                gpu[slot] = max(0, whole - self.unit(slot))
+                continue
+            gpu[slot] = self._usable(slot, keys, whole, most, dropped, end_key)
+            if others is not None:
+                others[slot] = self._usable(slot, keys, whole, most, not dropped, end_key)
+
+    def _usable(
+        self,
+        slot: int,
+        keys: Sequence[BlockKey],
+        whole: int,
+        most: int,
+        drops: bool,
+        end_key: BlockKey | None,
+    ) -> int:
+        groups = self.groups.slots[slot]
+        if not drops:
+            return groups.usable(keys, whole, most, False)
+        if end_key is not None and most + KEY_TOKENS == whole + groups.whole_tokens:
+            stride = groups.whole_tokens // KEY_TOKENS
+            if any(self.has(holder, stride, end_key) for holder in self._slots[slot].holders[Tier.GPU]):
+                whole += groups.whole_tokens
+        return groups.usable(keys, whole, most, True, end_key)
 
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         """Whether the GPU memory of `slot` has the first `tokens` tokens of a prompt, as `match` counts them.
@@ -296,13 +423,19 @@ class PrefixIndex:
     def size(self) -> IndexSize:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())
-        return IndexSize(blocks, self._held, runs, self._dropped, blocks * _BLOCK_BYTES + runs * _RUN_BYTES)
+        size = blocks * _BLOCK_BYTES + runs * _RUN_BYTES + self.groups.blocks * _GROUP_BLOCK_BYTES
+        return IndexSize(blocks, self._held, runs, self._dropped, size)
 
     def _blocks(self) -> int:
         return sum(table.blocks for table in self._tables.values())
 
     def _map_gpu_lanes(self) -> None:
         """Rebuild `_gpu_lanes` after a change of holders or lanes."""
+        for slot, groups in self.groups.slots.items():
+            known = self._slots.get(slot)
+            strides = [max(each.lanes) for each in known.holders[Tier.GPU] if each.lanes] if known else []
+            if strides:
+                groups.set_whole_tokens(max(strides) * KEY_TOKENS)
         by_stride: dict[int, dict[int, list[int]]] = {}
         has_slower_tiers = False
         for slot, known in self._slots.items():

@@ -24,7 +24,7 @@ from kvroute.errors import WireError
 from kvroute.index.chunk_index import SHARD_MASK, ChunkHolder, ChunkIndex, entry_seed
 from kvroute.wire.vllm import ExternalBlockHash
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 HEAD: Final = b"kvroute-map\0" + bytes([VERSION, sys.byteorder == "little", 0, 0])
 """The first bytes of a file."""
@@ -40,7 +40,8 @@ class FrameKind(IntEnum):
     RUNS = 1
     BLOCKS = 2
     COPIES = 3
-    END = 4
+    GROUP = 4
+    END = 5
 
 
 class Frame(NamedTuple):
@@ -93,6 +94,21 @@ class Copies(msgspec.Struct, frozen=True):
     more: list[int]
 
 
+class GroupBlocks(msgspec.Struct, frozen=True):
+    """The blocks of a further KV cache group, and its rule (`index.groups.GroupRule`).
+
+    `more` has the number of copies beyond the first, for each hash.
+    """
+
+    group: int
+    kind: str
+    block_tokens: int
+    span: int
+    hashes: list[ExternalBlockHash]
+    keys: list[BlockKey]
+    more: list[int]
+
+
 class _Runs(msgspec.Struct, frozen=True):
     tier: Tier
     stride: int
@@ -114,12 +130,13 @@ class _End(msgspec.Struct, frozen=True):
     frames: int
 
 
-Part: TypeAlias = Runs | Blocks | Copies
+Part: TypeAlias = Runs | Blocks | Copies | GroupBlocks
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_head: Final = msgspec.msgpack.Decoder(StreamHead).decode
 _decode_runs: Final = msgspec.msgpack.Decoder(_Runs).decode
 _decode_blocks: Final = msgspec.msgpack.Decoder(_Blocks).decode
 _decode_copies: Final = msgspec.msgpack.Decoder(Copies).decode
+_decode_group: Final = msgspec.msgpack.Decoder(GroupBlocks).decode
 _decode_end: Final = msgspec.msgpack.Decoder(_End).decode
 
 
@@ -139,6 +156,8 @@ def encode(part: StreamHead | Part) -> bytes:
             hashes = list(part.hashes)
         keys = array("Q", part.keys)
         return _framed(FrameKind.BLOCKS, _Blocks(part.tier, part.stride, packed, hashes, keys.tobytes()))
+    if isinstance(part, GroupBlocks):
+        return _framed(FrameKind.GROUP, part)
     return _framed(FrameKind.COPIES if isinstance(part, Copies) else FrameKind.STREAM, part)
 
 
@@ -200,6 +219,8 @@ def decode(frame: Frame) -> Part:
             return Blocks(stored.tier, stored.stride, hashes, blocks)
         if frame.kind is FrameKind.COPIES:
             return _decode_copies(frame.payload)
+        if frame.kind is FrameKind.GROUP:
+            return _decode_group(frame.payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("a damaged snapshot") from error
     raise WireError("a damaged snapshot")

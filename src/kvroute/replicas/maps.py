@@ -14,6 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.index.chunk_index import ChunkDomain, ChunkHolder
+from kvroute.index.groups import GroupKind, GroupRule
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import CopyableChunkIndex, pack_entries, unpack_entries
 from kvroute.replicas.messages import (
@@ -27,6 +28,10 @@ from kvroute.replicas.messages import (
     ChunksStored,
     Cleared,
     Detached,
+    KvGroupDefined,
+    KvGroupRemoved,
+    KvGroupsCleared,
+    KvGroupStored,
     Message,
     Removed,
     RunSnapshot,
@@ -38,6 +43,7 @@ from kvroute.replicas.messages import (
 )
 
 _ENTRIES_PER_MESSAGE: Final = 100_000
+_KEYS_PER_MESSAGE: Final = 10_000
 
 _Holder = TypeVar("_Holder", Holder, ChunkHolder)
 Publish = Callable[[Message], None]
@@ -104,6 +110,27 @@ class PublishingPrefixIndex(PrefixIndex):
         super().clear(holder)
         self._publish(Cleared(self._numbers.of(holder)))
 
+    def define_group(self, slot: int, group: int, rule: GroupRule) -> None:
+        super().define_group(slot, group, rule)
+        self._publish(KvGroupDefined(slot, group, rule.kind.value, rule.block_tokens, rule.span))
+
+    def store_group(self, slot: int, group: int, keys: Sequence[BlockKey]) -> bool:
+        done = super().store_group(slot, group, keys)
+        self._publish(KvGroupStored(slot, group, pack_keys(keys)))
+        return done
+
+    def remove_group(self, slot: int, group: int, keys: Sequence[BlockKey]) -> None:
+        super().remove_group(slot, group, keys)
+        self._publish(KvGroupRemoved(slot, group, pack_keys(keys)))
+
+    def clear_groups(self, slot: int) -> None:
+        super().clear_groups(slot)
+        self._publish(KvGroupsCleared(slot, are_known=True))
+
+    def forget_groups(self, slot: int) -> None:
+        super().forget_groups(slot)
+        self._publish(KvGroupsCleared(slot, are_known=False))
+
     def as_messages(self) -> Iterable[Message]:
         """A snapshot of the index, for an empty mirror. Copies the runs: about 20 ms for a million blocks."""
         for slot, known in self._slots.items():
@@ -127,6 +154,10 @@ class PublishingPrefixIndex(PrefixIndex):
                     holders_of = by_mask[mask] = [number for bit, number in lanes if bit & mask]
                 if holders_of:
                     yield RunSnapshot(holders_of, stride * KEY_TOKENS, pack_keys(run.keys))
+        for slot, group, rule, keys in self.groups.entries():
+            yield KvGroupDefined(slot, group, rule.kind.value, rule.block_tokens, rule.span)
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                yield KvGroupStored(slot, group, pack_keys(keys[start : start + _KEYS_PER_MESSAGE]))
 
 
 class PublishingChunkIndex(CopyableChunkIndex):
@@ -258,7 +289,25 @@ class Mirror:
             case SlotForgotten(slot):
                 self.blocks.forget(slot)
             case _:
-                return self._apply_chunks(message)
+                return self._apply_groups(message) or self._apply_chunks(message)
+        return True
+
+    def _apply_groups(self, message: Message) -> bool:
+        blocks = self.blocks
+        match message:
+            case KvGroupDefined(slot, group, kind, block_tokens, span):
+                blocks.define_group(slot, group, GroupRule(GroupKind(kind), block_tokens, span))
+            case KvGroupStored(slot, group, keys):
+                blocks.store_group(slot, group, _keys(keys))
+            case KvGroupRemoved(slot, group, keys):
+                blocks.remove_group(slot, group, _keys(keys))
+            case KvGroupsCleared(slot, are_known):
+                if are_known:
+                    blocks.clear_groups(slot)
+                else:
+                    blocks.forget_groups(slot)
+            case _:
+                return False
         return True
 
     def sweep(self) -> bool:

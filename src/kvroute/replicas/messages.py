@@ -91,6 +91,39 @@ class SlotForgotten(PeerMessage, frozen=True):
     slot: int
 
 
+class KvGroupDefined(PeerMessage, frozen=True):
+    """A slot has a further KV cache group with this rule (`index.groups.GroupRule`)."""
+
+    slot: int
+    group: int
+    kind: str
+    block_tokens: int
+    span: int
+
+
+class KvGroupStored(PeerMessage, frozen=True):
+    """A further KV cache group stored blocks. `keys` are packed block keys."""
+
+    slot: int
+    group: int
+    keys: bytes
+
+
+class KvGroupRemoved(PeerMessage, frozen=True):
+    """A further KV cache group no longer has these blocks. `keys` are packed block keys."""
+
+    slot: int
+    group: int
+    keys: bytes
+
+
+class KvGroupsCleared(PeerMessage, frozen=True):
+    """The further KV cache groups of a slot have no blocks any more; `are_known`: their rules stay."""
+
+    slot: int
+    are_known: bool
+
+
 Domain: TypeAlias = tuple[tuple[str, int, int], str]
 """A `ChunkDomain`: scheme and model."""
 
@@ -154,6 +187,7 @@ class CachePlaceMessage(msgspec.Struct, frozen=True, array_like=True):
     why: str
     by_lmcache: bool
     ahead: int = 0
+    note: str = ""
 
 
 class WorkerPlaces(PeerMessage, frozen=True):
@@ -517,6 +551,10 @@ Message: TypeAlias = (
     | Removed
     | Cleared
     | SlotForgotten
+    | KvGroupDefined
+    | KvGroupStored
+    | KvGroupRemoved
+    | KvGroupsCleared
     | ChunksAttached
     | ChunksDetached
     | ChunksStored

@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.keys import PromptKeys
+from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
@@ -25,12 +25,14 @@ def matched_tokens(
     query: RouteQuery,
     workers: Sequence[Worker],
     places: Mapping[int, int] | None = None,
+    answers: Mapping[int, Mapping[BlockKey, int]] | None = None,
 ) -> list[int]:
     """Matched tokens per worker by the route history, summed over the prompts, in the order of `workers`.
 
     Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
     Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
     `places` maps a worker's index to its position in `workers` (`FleetView.places`); it is derived if None.
+    `answers` (`reports.Answers.by_worker`): a prompt that continues a whole earlier one shows its answer too.
     """
     totals = [0] * len(workers)
     for prompt in query.prompts:
@@ -49,8 +51,21 @@ def matched_tokens(
                 known, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
-            totals[place] += tokens - tokens % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
+            count = tokens
+            if answers and blocks < len(prompt.keys) and (ends := answers.get(index)):
+                answered = ends.get(prompt.keys[blocks - 1], 0)
+                if answered > count:
+                    count = answered if answered < length else length - 1
+            totals[place] += count - count % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
     return totals
+
+
+def discounted(tokens: Sequence[int], workers: Sequence[Worker], shares: Mapping[int, float]) -> list[int]:
+    """The tokens that count, per worker: those whose reports contradict the predictions have a share.
+
+    `shares`: `Discounts.mapped` or `Discounts.sent`.
+    """
+    return [int(count * shares.get(worker.index, 1.0)) for count, worker in zip(tokens, workers, strict=True)]
 
 
 _ONE_PLACE = (0,)
@@ -71,6 +86,7 @@ class Ranking(Sequence[Candidate]):
         "_made_first",
         "columns",
         "first_place",
+        "predicted",
     )
 
     first_place: int
@@ -87,6 +103,8 @@ class Ranking(Sequence[Candidate]):
     matches; the position of the cheapest worker. Never changes.
 
     For callers that compare the costs of all workers but need few candidates (`candidate`, `places`)."""
+    predicted: Sequence[int] | None
+    """The predicted tokens in the order of the view, if the costs count fewer; None: those of `columns`."""
     _made_first: Candidate | None
     _all: list[Candidate] | None
 
@@ -151,14 +169,16 @@ class Ranking(Sequence[Candidate]):
 
     def _candidate(self, place: int) -> Candidate:
         workers, rows, matched, _, where, _ = self.columns
-        row = rows[place]
+        row, predicted = rows[place], self.predicted
+        counted = matched[place] if matched else 0
         return Candidate(
             workers[place],
             row[0],
-            matched[place] if matched else 0,
+            counted if predicted is None else predicted[place],
             row[1],
             row,
             where[place] if where else None,
+            None if predicted is None else counted,
         )
 
 
@@ -187,11 +207,12 @@ def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
     ranking.columns = (
         [each.worker for each in candidates],
         rows,
-        [each.matched_tokens for each in candidates],
+        [each.counted for each in candidates],
         [each.queue for each in candidates],
         held if len(held) == len(rows) else None,
         0,
     )
+    ranking.predicted = [each.matched_tokens for each in candidates]
     ranking.first_place, ranking._made_first, ranking._all = 0, candidates[0], list(candidates)
     return ranking
 
@@ -318,6 +339,7 @@ class CostModel:
         loads: Sequence[TierLoad] | None = None,
         held_where: Sequence[CandidateMatch] | None = None,
         queues: Sequence[WorkerLoad] | None = None,
+        predicted: Sequence[int] | None = None,
     ) -> Ranking:
         """Rank `workers`, cheapest first. O(workers).
 
@@ -325,6 +347,7 @@ class CostModel:
         `matched_tokens` has per worker the prompt tokens that it need not compute; `loads` the time to load
         them from slower tiers; `held_where` is put into the candidates. A worker with several ranks is in
         `workers` once per rank. `queues` has the workers' loads, if the caller has them (`FleetView.loads`).
+        `predicted`: the tokens before a discount, if `matched_tokens` are those after it.
         """
         # The formula is in docs/routing.md under "Cost". tests/routing/test_cost_formula.py computes it
         # worker by worker and demands the same result to the last bit. Here it is one loop over floats,
@@ -455,6 +478,10 @@ class CostModel:
         ranking = Ranking()
         ranking.columns = workers, rows, matched_tokens, queues, held_where, first
         ranking.first_place = first
+        ranking.predicted = predicted
+        if predicted is not None:
+            ranking._made_first = ranking._all = None
+            return ranking
         ranking._made_first = Candidate(
             workers[first],
             row[0],

@@ -20,6 +20,7 @@ from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
+from kvroute.routing.reports import Answers, Discounts, Reports
 from kvroute.routing.scaling import CacheValue
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
@@ -180,7 +181,9 @@ class Router:
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self.learned)
         self._in_flight = InFlight()
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
-        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers)
+        self.reports = Reports(Discounts(), Answers())
+        """What answers have taught about the predictions."""
+        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers, self.reports)
         self._strategies: dict[str, Strategy] = {
             name: make(getattr(options, name), self._costs, history, views)
             for name, make in STRATEGIES.items()
@@ -435,18 +438,20 @@ class Router:
         if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
-        return _PrefillSample(self.learned, query, worker.index, candidate.matched_tokens, costs, now)
+        return _PrefillSample(self.learned, query, worker.index, candidate.counted, costs, now)
 
     def worker_joined(self, worker: Worker) -> None:
         """Initialise the state of a new worker; another worker may have had its index."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
         self._sizes.resize(worker)
+        self.reports.forget(worker.index)
 
     def worker_left(self, worker: Worker) -> None:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
         self._history.forget(worker.index)
         self._sizes.forget(worker)
+        self.reports.forget(worker.index)
         self.pairs.links.forget(worker.index)
         if self.learned is not None:
             self.learned.forget(worker.index)
@@ -471,6 +476,7 @@ class Router:
     def worker_restarted(self, worker: Worker) -> None:
         """Drop the history of a worker whose cache is empty after a restart."""
         self._history.forget(worker.index)
+        self.reports.forget(worker.index)
 
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""

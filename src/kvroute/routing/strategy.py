@@ -10,7 +10,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from kvroute.blocks.chunks import ChunkKey, PromptChunks
-from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, adapter_space, lookahead_keys
+from kvroute.blocks.keys import (
+    KEY_TOKENS,
+    BlockKey,
+    PromptKeys,
+    adapter_space,
+    lookahead_keys,
+    token_keys,
+)
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.chunk_index import ChunkHolder
@@ -40,6 +47,15 @@ class ExactPrompt(NamedTuple):
     last_id: int | None = None
     """The last token id, which `chunks` and `keys` lack because it is always computed; None if unknown."""
 
+    @property
+    def end_key(self) -> BlockKey | None:
+        """The key at the very end of the prompt; None if no key ends there, or the last id is unknown."""
+        ids, last = self.chunks.token_ids, self.last_id
+        if last is None or self.tokens % self.key_tokens or len(ids) + 1 != self.tokens:
+            return None
+        seed = self.keys[-1] if self.keys else adapter_space(self.adapter, self.salt).seed
+        return token_keys([*ids[len(ids) + 1 - self.key_tokens :], last], seed)[-1]
+
     def keys_ahead(self, ahead: int) -> list[BlockKey]:
         """The keys for workers whose block hashes cover `ahead` more tokens: `blocks.keys.lookahead_keys`."""
         ids = array("I", self.chunks.token_ids)
@@ -52,7 +68,9 @@ class CachePlace(NamedTuple):
     """A worker, or one data-parallel rank of a worker, with its own cache.
 
     `slot` is its number in the cache map, unique among all places; `why` is the reason if `trust` is not
-    WHOLE. `ahead` is the number of tokens that its block hashes cover after each block.
+    WHOLE. `ahead` is the number of tokens that its block hashes cover after each block. `unit` is the number
+    of tokens in the unit of hits if the worker's block is not that unit, else 0. `has_groups`: it has several
+    KV cache groups; `drops`: the engine computes the last matched unit again. `note` explains `why` further.
     """
 
     slot: int
@@ -60,6 +78,10 @@ class CachePlace(NamedTuple):
     trust: MapTrust
     why: str = ""
     ahead: int = 0
+    unit: int = 0
+    has_groups: bool = False
+    drops: bool = False
+    note: str = ""
 
 
 class Tokens(NamedTuple):
@@ -76,6 +98,30 @@ class Tokens(NamedTuple):
     def tier(self) -> str:
         """The slowest tier that is used, as a metric label."""
         return "l2" if self.l2 else "l1" if self.l1 else "gpu" if self.gpu else "none"
+
+    @property
+    def otherwise(self) -> int | None:
+        """The GPU tokens by the other assumption about the engine's last unit (`PrefixIndex.drops`).
+
+        None: one unit more or less.
+        """
+        return None
+
+
+class GroupTokens(Tokens):
+    """The tokens of a worker with several KV cache groups. Mutable only at its construction."""
+
+    _otherwise: int
+
+    @classmethod
+    def of(cls, gpu: int, l1: int, l2: int, otherwise: int) -> GroupTokens:
+        tokens = cls(gpu, l1, l2)
+        tokens._otherwise = otherwise
+        return tokens
+
+    @property
+    def otherwise(self) -> int:
+        return self._otherwise
 
 
 class CandidateMatch(NamedTuple):
@@ -111,7 +157,10 @@ class CacheMap(Protocol):
         ...
 
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
-        """Whether the slot has the first `tokens` tokens of a prompt in GPU memory: `PrefixIndex.holds`."""
+        """Whether the slot has the first `tokens` tokens of a prompt in GPU memory: `PrefixIndex.holds`.
+
+        Further KV cache groups do not count: a prompt is computed when this one has its blocks.
+        """
         ...
 
 
@@ -256,6 +305,9 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
     terms_or_row: CostTerms | Row
     """Read `terms` instead."""
     held: CandidateMatch | None = None
+    counted_tokens: int | None = None
+    """What the score counts of `matched_tokens` where the worker's reports contradict its predictions; None:
+    all."""
 
     @property
     def terms(self) -> CostTerms:
@@ -274,7 +326,20 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
         return hash(self._fields())
 
     def _fields(self) -> tuple[object, ...]:
-        return self.worker, self.score, self.matched_tokens, self.prefill_s, self.terms, self.held
+        return (
+            self.worker,
+            self.score,
+            self.matched_tokens,
+            self.prefill_s,
+            self.terms,
+            self.held,
+            self.counted,
+        )
+
+    @property
+    def counted(self) -> int:
+        """The matched tokens that the score counts."""
+        return self.matched_tokens if self.counted_tokens is None else self.counted_tokens
 
     @property
     def rank(self) -> int | None:
@@ -328,6 +393,7 @@ class RouteDecision(Struct, frozen=True, gc=False):
                     "worker": candidate.worker.id,
                     "score_s": candidate.score,
                     "matched_tokens": candidate.matched_tokens,
+                    "counted_tokens": candidate.counted,
                     "terms_s": candidate.terms._asdict(),
                     **_where(candidate.held),
                 }

@@ -9,6 +9,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.index.in_flight import InFlight
 from kvroute.options import Options, option
 from kvroute.routing.cost import TierLoad
+from kvroute.routing.reports import Reports
 from kvroute.routing.strategy import CacheMap, Tokens
 
 _GIGA: Final = 1e9
@@ -219,3 +220,5 @@ class CacheViews(NamedTuple):
     """Exact prompts of unfinished requests by slot. The worker has their blocks, or will have them before the
     next request runs, even if it has not published events for them yet."""
     transfers: Transfers
+    reports: Reports | None = None
+    """What answers have taught; None: nothing."""

@@ -387,7 +387,8 @@ export class Views {
       const rows = shown.map((candidate) =>
         make("tr", {},
           make("th", { scope: "row" }, candidate.worker),
-          make("td", { class: "number" }, count(candidate.matched_tokens)),
+          make("td", { class: "number" }, candidate.counted_tokens < candidate.matched_tokens
+            ? `${count(candidate.counted_tokens)} of ${count(candidate.matched_tokens)}` : count(candidate.matched_tokens)),
           ...Object.keys(words.TERMS).map((name) => make("td", { class: "number" }, seconds(candidate.terms_s[name]))),
           make("td", { class: "number" }, seconds(candidate.score_s)),
         ));

@@ -67,6 +67,11 @@ export function sentences(entry) {
   said.push(
     `The gateway expected ${first.worker} to hold ${count(first.matched_tokens)} of its ${count(entry.prompt_tokens)} prompt tokens${tiers(first)}.`,
   );
+  if (first.counted_tokens < first.matched_tokens) {
+    said.push(
+      `Only ${count(first.counted_tokens)} of them count, because ${first.worker} found less than was expected of its latest prompts.`,
+    );
+  }
   if (entry.prefill_worker) said.push(...legs(entry));
   said.push(arithmetic(first));
   if (second) said.push(difference(first, second, entry));

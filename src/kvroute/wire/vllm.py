@@ -61,7 +61,7 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
     """Blocks that the worker now holds, in order: each is the parent of the next.
 
     `parent_block_hash` is None at the start of a prompt. `token_ids` has `block_size` tokens per hash,
-    but may be longer (sliding-window groups skip blocks) or empty (placeholders of offloading
+    but may be longer (windows and states skip blocks) or empty (placeholders of offloading
     connectors). `extra_keys` has one entry per block: LoRA name, multimodal ids, in the first block the
     cache salt. In hybrid models only `group_idx` 0 (or None) covers the whole prefix. `lookahead_token_ids`
     has, for each block, the tokens after the block that its hash covers too (EAGLE-style speculation).
@@ -85,13 +85,17 @@ class BlockStored(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """One copy of each of these blocks was removed. A hash that was stored twice has to be removed twice."""
+    """One copy of each of these blocks was removed. A hash that was stored twice has to be removed twice.
+
+    `remaining_copy_counts` has, for each hash, the copies that the worker still has; None: unknown.
+    """
 
     block_hashes: list[ExternalBlockHash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    remaining_copy_counts: list[int] | None = None
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -137,7 +141,14 @@ _STORED: Final = (
     "session_id",
     "lookahead_token_ids",
 )
-_REMOVED: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
+_REMOVED: Final = (
+    "block_hashes",
+    "medium",
+    "group_idx",
+    "locality",
+    "ownership",
+    "remaining_copy_counts",
+)
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "BlockStored": _STORED,
     "BlockRemoved": _REMOVED,

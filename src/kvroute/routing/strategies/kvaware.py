@@ -10,12 +10,13 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
-from kvroute.routing.cost import CostModel, TierLoad, matched_tokens
+from kvroute.routing.cost import CostModel, TierLoad, discounted, matched_tokens
 from kvroute.routing.strategy import (
     CachePlace,
     Candidate,
     CandidateMatch,
     ExactPrompt,
+    GroupTokens,
     Needs,
     RouteDecision,
     RouteQuery,
@@ -57,7 +58,10 @@ class KvAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._caches, self._in_flight, self._transfers = views
+        self._caches, self._in_flight, self._transfers, reports = views
+        self._shares_mapped = {} if reports is None else reports.discounts.mapped
+        self._shares_sent = {} if reports is None else reports.discounts.sent
+        self._answers = {} if reports is None else reports.answers.by_worker
         self._no_match: dict[int, CandidateMatch] = {}
         """Slot -> the match of a place that holds nothing of a prompt."""
 
@@ -84,11 +88,14 @@ class KvAware:
         loads = None
         if needs_load:
             loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
+        predicted = None
+        if self._shares_mapped or self._shares_sent:
+            predicted, totals = totals, self._discounted(totals, targets, held)
         if len(targets) > len(workers):
-            ranks = self._costs.rank(query, targets, totals, loads, held)
+            ranks = self._costs.rank(query, targets, totals, loads, held, predicted=predicted)
             return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), _best_ranks(ranks))
         # One target per worker: there are no ranks to choose from.
-        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads)
+        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, predicted)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
@@ -100,6 +107,16 @@ class KvAware:
 
     def forget(self, session_key: str) -> bool:
         return False
+
+    def _discounted(
+        self, totals: Sequence[int], targets: Sequence[Worker], held: Sequence[CandidateMatch]
+    ) -> list[int]:
+        mapped = discounted(totals, targets, self._shares_mapped)
+        sent = discounted(totals, targets, self._shares_sent)
+        return [
+            by_map if match.mapped else by_history
+            for by_map, by_history, match in zip(mapped, sent, held, strict=True)
+        ]
 
     def _load(self, held: CandidateMatch, worker: Worker, now: float) -> TierLoad:
         slot = worker.index if held.slot is None else held.slot
@@ -129,12 +146,13 @@ class KvAware:
             places = places_of(worker)
             if len(places) != 1:
                 return None
-            slot, _, trust, _, ahead = places[0]
-            if trust is not _WHOLE:
+            place = places[0]
+            slot = place[0]
+            if place[2] is not _WHOLE:
                 return None
             tokens = cached.get(slot)
             if in_flight and slot in in_flight:
-                tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker, ahead)
+                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, place)
             if tokens is None:
                 totals.append(0)
                 held.append(self._no_match.get(slot) or self._add_no_match(slot))
@@ -161,7 +179,7 @@ class KvAware:
         for number, worker in enumerate(workers):
             places = self._caches.places(worker)
             if not sent and not (found and places and _are_whole(places)):
-                sent = matched_tokens(self._history, query, workers)
+                sent = matched_tokens(self._history, query, workers, None, self._answers)
             if not places:
                 targets.append(worker)
                 held.append(CandidateMatch(Tokens(sent[number]), why=query.inexact or "no_events"))
@@ -176,9 +194,34 @@ class KvAware:
                         )
                     )
                     continue
-                tokens = _total(found, place, worker)
+                tokens = self._total(found, place, worker)
                 held.append(_match_of(place, rank, tokens, sent[number] if sent else 0))
         return targets, held
+
+    def _total(self, found: Sequence[_Found], place: CachePlace, worker: Worker) -> Tokens:
+        """The tokens of all prompts that the place holds."""
+        totals, slot = _NONE, place.slot
+        for prompt, cached, in_flight in found:
+            tokens = cached.get(slot)
+            if slot in in_flight:
+                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, place)
+            if len(found) == 1:
+                return tokens or _NONE
+            if tokens is not None:
+                totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
+        return totals
+
+    def _with_in_flight(
+        self, found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, place: CachePlace
+    ) -> Tokens | None:
+        """As `_with_in_flight`; of a worker with several KV cache groups only whole prompts count."""
+        if not place.has_groups:
+            return _with_in_flight(found, keys, prompt, worker, place)
+        if self._in_flight.count_whole_prompts(place.slot):
+            return found
+        tokens = _with_in_flight(found, keys, prompt, worker, place)
+        # A prediction from a prompt in flight teaches nothing about the engine's last unit.
+        return tokens if tokens is found else GroupTokens.of(*tokens, tokens.gpu)
 
 
 _NONE: Final = Tokens()
@@ -193,27 +236,18 @@ def _are_whole(places: Sequence[CachePlace]) -> bool:
     return True
 
 
-def _total(found: Sequence[_Found], place: CachePlace, worker: Worker) -> Tokens:
-    """The tokens of all prompts that the place holds."""
-    totals, slot = _NONE, place.slot
-    for prompt, cached, in_flight in found:
-        tokens = cached.get(slot)
-        if slot in in_flight:
-            tokens = _with_in_flight(tokens, in_flight[slot], prompt, worker, place.ahead)
-        if tokens is not None:
-            totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
-    return totals
-
-
 def _with_in_flight(
-    found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, ahead: int
+    found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, place: CachePlace
 ) -> Tokens:
     """Count the tokens of the first `keys` keys as on the GPU: an unfinished request has their blocks.
 
     If hashes cover tokens after a block, the last block counts only if these tokens are among the keys too.
     """
-    in_flight = max(0, keys * prompt.key_tokens - ahead)
-    in_flight -= in_flight % worker.block_size
+    unit = place.unit or worker.block_size
+    in_flight = max(0, keys * prompt.key_tokens - place.ahead)
+    in_flight -= in_flight % unit
+    if place.drops:
+        in_flight = max(0, in_flight - unit)
     if found is None:
         return Tokens(in_flight)
     gpu, l1, l2 = found
@@ -252,4 +286,4 @@ def _reason(query: RouteQuery, first: Candidate, most: int) -> RouteReason:
         return RouteReason.KV_APPROXIMATE
     if not most:
         return RouteReason.KV_MISS
-    return RouteReason.KV_HIT if first.matched_tokens == most else RouteReason.KV_SPILL
+    return RouteReason.KV_HIT if first.counted == most else RouteReason.KV_SPILL

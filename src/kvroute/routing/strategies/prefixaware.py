@@ -10,7 +10,7 @@ from kvroute.fleet.worker import FleetView
 from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
-from kvroute.routing.cost import CostModel, matched_tokens
+from kvroute.routing.cost import CostModel, discounted, matched_tokens
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
@@ -50,14 +50,20 @@ class PrefixAware:
     ) -> None:
         self._costs = costs
         self._history = history
+        reports = views.reports
+        self._shares = {} if reports is None else reports.discounts.sent
+        self._answers = {} if reports is None else reports.answers.by_worker
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers = view.workers
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
-        matched = matched_tokens(self._history, query, workers, view.places)
-        ranking = self._costs.rank(query, workers, matched, None, None, view.loads)
+        matched = matched_tokens(self._history, query, workers, view.places, self._answers)
+        predicted = None
+        if self._shares:
+            predicted, matched = matched, discounted(matched, workers, self._shares)
+        ranking = self._costs.rank(query, workers, matched, None, None, view.loads, predicted)
         most = max(matched)
         if not most:
             return RouteDecision(_NAME, _MISS, ranking)

@@ -1,0 +1,140 @@
+"""What the token counts in answers teach about predictions. Pure.
+
+`Discounts`: which share of a worker's predicted tokens is really found. `LastUnits`: whether an engine
+computes the last matched unit again, which drafters of the EAGLE family need and no event tells. `Answers`:
+how long a sequence is with its answer, which the worker holds too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvroute.blocks.keys import BlockKey
+from kvroute.routing.strategy import Tokens
+
+_WINDOW: Final = 16
+"""Latest predictions of a worker that count."""
+_LEAST: Final = 3
+"""Predictions before a discount."""
+_STEADY: Final = 0.5
+"""Share of them that promised at least a block too much."""
+_SAME: Final = 3
+"""Reports in a row that teach something about the last unit."""
+
+
+class Discounts:
+    """The share of the predicted tokens that each worker really finds. Mutable: `reported` and `forget`.
+
+    Predictions by the cache map and by the route history have shares of their own. A worker whose reports
+    agree with the predictions has none.
+    """
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, float] = {}
+        """Worker's index -> share, for predictions by the cache map."""
+        self.sent: dict[int, float] = {}
+        """The same for predictions by the route history."""
+        self._latest: dict[tuple[int, bool], deque[tuple[int, int, bool]]] = {}
+
+    def reported(self, index: int, is_mapped: bool, predicted: int, found: int, block_tokens: int) -> None:
+        """A prediction of `predicted` tokens, before any discount, and the tokens that the worker found."""
+        if not predicted:
+            return
+        key = index, is_mapped
+        latest = self._latest.get(key)
+        if latest is None:
+            latest = self._latest[key] = deque(maxlen=_WINDOW)
+        latest.append((predicted, min(found, predicted), predicted - found >= block_tokens))
+        shares = self.mapped if is_mapped else self.sent
+        over = sum(row[2] for row in latest)
+        if len(latest) < _LEAST or over < _STEADY * len(latest):
+            shares.pop(index, None)
+        else:
+            shares[index] = sum(row[1] for row in latest) / sum(row[0] for row in latest)
+
+    def forget(self, index: int) -> None:
+        """The worker has left or restarted; another one may have its index."""
+        for is_mapped, shares in ((True, self.mapped), (False, self.sent)):
+            shares.pop(index, None)
+            self._latest.pop((index, is_mapped), None)
+
+
+_MOST_ANSWERS: Final = 4096
+"""Per worker; the oldest are dropped first."""
+
+
+class Answers:
+    """The lengths of answered prompts with their answers, by the prompts' last keys.
+
+    Mutable: `add` and `forget`.
+
+    The route history has the prompts only. A prompt that continues a whole earlier one is the next turn of a
+    chat, and then the worker holds the answer before it too.
+    """
+
+    def __init__(self) -> None:
+        self.by_worker: dict[int, dict[BlockKey, int]] = {}
+        """Worker's index -> last key of a prompt -> tokens of prompt and answer that the worker holds."""
+
+    def add(self, index: int, last: BlockKey, prompt_tokens: int, answer_tokens: int) -> None:
+        """The worker answered the prompt whose last key is `last`."""
+        ends = self.by_worker.setdefault(index, {})
+        ends.pop(last, None)
+        if len(ends) >= _MOST_ANSWERS:
+            del ends[next(iter(ends))]
+        ends[last] = prompt_tokens + answer_tokens - 1  # the last token is never computed
+
+    def forget(self, index: int) -> None:
+        """The worker has left or restarted; another one may have its index."""
+        self.by_worker.pop(index, None)
+
+
+class Reports(NamedTuple):
+    """What answers have taught about the workers of a router."""
+
+    discounts: Discounts
+    answers: Answers
+
+    def forget(self, index: int) -> None:
+        """The worker has left or restarted."""
+        self.discounts.forget(index)
+        self.answers.forget(index)
+
+
+class LastUnits:
+    """Learns which engines compute the last matched unit again. Mutable: `reported` and `forget`.
+
+    `unit` returns the tokens in the unit of a slot's hits.
+    """
+
+    def __init__(self, unit: Callable[[int], int]) -> None:
+        self.slots: set[int] = set()
+        """The slots whose engine drops the unit. Always the same set."""
+        self._unit = unit
+        self._in_a_row: dict[int, int] = {}
+
+    def reported(self, slot: int, tokens: Tokens, found: int) -> bool:
+        """A worker reported `found` tokens where `tokens` were predicted; True if the slot's rule changed."""
+        gpu, l1, l2 = tokens
+        other = tokens.otherwise
+        if other is None:
+            unit = self._unit(slot)
+            other = gpu + unit if slot in self.slots else max(0, gpu - unit)
+        if l1 or l2 or other == gpu:
+            return False
+        if found == gpu:
+            self._in_a_row.pop(slot, None)
+        elif found == other:
+            number = self._in_a_row[slot] = self._in_a_row.get(slot, 0) + 1
+            if number >= _SAME:
+                del self._in_a_row[slot]
+                self.slots ^= {slot}
+                return True
+        return False
+
+    def forget(self, slot: int) -> None:
+        """The slot was removed; its number may be reused."""
+        self.slots.discard(slot)
+        self._in_a_row.pop(slot, None)
