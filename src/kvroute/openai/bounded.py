@@ -63,9 +63,13 @@ class Body(Struct, gc=False):
 decode_body = msgspec.json.Decoder(Body).decode
 
 
-def head_of(decoded: Body) -> Sequence[Raw]:
+Head: TypeAlias = Sequence[Raw | UnsetType]
+"""The values of a body under the names in `BEFORE_MESSAGES`, in their order; empty if it has none of them."""
+
+
+def head_of(decoded: Body) -> Head:
     """The values that a chat template renders before the messages, in its order."""
-    return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
+    return astuple(decoded)[5:]
 
 
 SMALL_BYTES: Final = 65_536

@@ -17,9 +17,9 @@ from msgspec.structs import astuple
 from python_multipart.multipart import parse_options_header
 
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
-from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Message, decode_body
+from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Head, Message, decode_body
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered
+from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered, rendered_head
 
 MAX_FORM_PARTS: Final = 1_000
 _MAX_FIELD_BYTES: Final = 64 * 1024
@@ -126,8 +126,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     is forwarded unread."""
     read_messages: Sequence[Message] | None = None
     """The messages that are decoded; None if the body has no list of objects under that name."""
-    head: Sequence[Raw] = ()
-    """The values that a chat template renders before the messages, in its order."""
+    head: Head = ()
+    """The values that a chat template renders before the messages."""
     cache_salt: Raw | None = None
     kv_transfer_params: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
@@ -249,7 +249,7 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         stream is not UNSET and bytes(stream) == b"true",
         True,
         None if messages is UNSET else messages,
-        () if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET],
+        () if rest == _NO_HEAD else rest,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
     )
@@ -273,7 +273,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         stream is not None and len(memoryview(stream)) == 4 and bytes(stream) == b"true",
         is_read=True,
         _fields=fields,
-        head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
+        head=[fields.get(name, UNSET) for name in BEFORE_MESSAGES],
         cache_salt=fields.get("cache_salt"),
         kv_transfer_params=fields.get("kv_transfer_params"),
     )
@@ -355,14 +355,15 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
     if request.prompts is not None:
         return request.prompts
     head, messages = request.head, request.read_messages  # all messages, because `seen` is None
+    is_anthropic, bounded = request.endpoint.is_anthropic, request.bounded
     try:
         if messages is not None:
-            parts = rendered(messages, request.bounded)
+            parts = rendered(messages, bounded, is_anthropic)
             if head:
-                parts[:0] = head
+                parts[:0] = rendered_head(head, bounded, is_anthropic)
             # Like `Prompt(...)`, but without its constructor, which is Python code.
             return (_new(Prompt, (b"".join(parts), False)),)
-        steps = read_prompts(head, request.fields or {}, request.bounded)
+        steps = read_prompts(rendered_head(head, bounded, is_anthropic), request.fields or {}, bounded)
         while True:
             next(steps)
     except StopIteration as end:
@@ -376,8 +377,9 @@ def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPr
     """Like `prompts_of`, for a large body, in steps."""
     if request.seen is not None or request.read_messages is not None or not request.fields:
         return prompts_of(request)
+    head = rendered_head(request.head, request.bounded, request.endpoint.is_anthropic)
     try:
-        return (yield from read_prompts(request.head, request.fields, request.bounded))
+        return (yield from read_prompts(head, request.fields, request.bounded))
     except UNREADABLE:
         return ()
 
