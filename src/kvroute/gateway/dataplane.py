@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from itertools import chain, count
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, ShuttingDown
 from kvroute.fleet.worker import WorkerId
-from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
+from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, header
@@ -30,6 +30,7 @@ from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
+from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
@@ -207,13 +208,12 @@ class DataPlane:
 
     def read_sessions(
         self,
-        sources: Sequence[SessionKeySource],
-        fields: Sequence[str],
+        session_keys: SessionKeys,
         bounded: Bounded,
         announce: Callable[[RequestPlan, Record], None] | None,
     ) -> None:
-        """Read the session keys of further requests from these sources; see `Planner`."""
-        self.planner.set_session_keys(sources, fields)
+        """Read the session keys of further requests from these sources. `bounded` reads their fields."""
+        self.planner.set_session_keys(session_keys)
         self.bodies = BodyReader(self.planner, self.metrics, bounded)  # forgets the prefixes of recent bodies
         self._announce = announce
 

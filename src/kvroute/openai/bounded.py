@@ -41,10 +41,15 @@ class Message(Struct, gc=False):
     output: Raw | UnsetType = UNSET
 
 
+SESSION_MEMBERS = ("prompt_cache_key", "conversation", "metadata", "previous_response_id", "user")
+"""Members in which clients name their sessions, or persons."""
+
+
 class Body(Struct, gc=False):
     """The fields of a body that the gateway reads, in one pass.
 
-    The fields after the first five are those that templates render before the messages, in their order.
+    After the first five come `SESSION_MEMBERS`, then the fields that templates render before the messages, in
+    their order.
     """
 
     model: str | None = None
@@ -52,6 +57,11 @@ class Body(Struct, gc=False):
     messages: list[Message] | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    conversation: Raw | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
+    previous_response_id: Raw | UnsetType = UNSET
+    user: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     functions: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET
@@ -69,7 +79,7 @@ Head: TypeAlias = Sequence[Raw | UnsetType]
 
 def head_of(decoded: Body) -> Head:
     """The values that a chat template renders before the messages, in its order."""
-    return astuple(decoded)[5:]
+    return astuple(decoded)[10:]
 
 
 SMALL_BYTES: Final = 65_536

@@ -17,7 +17,16 @@ from msgspec.structs import astuple
 from python_multipart.multipart import parse_options_header
 
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
-from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Head, Message, decode_body
+from kvroute.openai.bounded import (
+    BEFORE_MESSAGES,
+    SESSION_MEMBERS,
+    UNREADABLE,
+    Body,
+    Bounded,
+    Head,
+    Message,
+    decode_body,
+)
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered, rendered_head
 
@@ -102,7 +111,9 @@ _decode_string = msgspec.json.Decoder(str).decode
 
 _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
-_NO_HEAD = [UNSET] * 6
+_NO_HEAD = (UNSET,) * 6
+_NO_SESSION = (UNSET,) * 5
+_SESSION_PLACES = {name: place for place, name in enumerate(SESSION_MEMBERS)}
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
 _MAX_TEXT_BYTES = 4_096
@@ -128,6 +139,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """The messages that are decoded; None if the body has no list of objects under that name."""
     head: Head = ()
     """The values that a chat template renders before the messages."""
+    session: Sequence[Raw | UnsetType] | None = None
+    """The values of `SESSION_MEMBERS`, empty if the body has none of them; None: look into `fields`."""
     cache_salt: Raw | None = None
     kv_transfer_params: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
@@ -181,16 +194,31 @@ class InferenceRequest(Struct, eq=False, gc=False):
             self._members = members
         return members
 
+    @property
+    def may_have_session(self) -> bool:
+        """False if the body has none of `SESSION_MEMBERS`."""
+        return self.session is None or bool(self.session)
+
     def text(self, path: str) -> str | None:
         """The string at a dotted path of the body (`metadata.session_id`); None if there is none.
 
-        Raises InvalidRequest if it is too long.
+        Raises InvalidRequest if it is too long. Costs a decoding of the body (see `members`), unless the path
+        begins with one of `SESSION_MEMBERS`.
         """
-        fields = self.fields
-        if fields is None:
-            return self.form.get(path)
         head, _, rest = path.partition(".")
-        raw = fields.get(head)
+        session, place = self.session, _SESSION_PLACES.get(head)
+        raw: Raw | UnsetType | None
+        if session is not None and place is not None:
+            raw = session[place] if session else None
+        elif self.is_read:
+            try:
+                raw = self.members.get(head)
+            except UNREADABLE:
+                return None
+        else:
+            return self.form.get(path)
+        if raw is UNSET:
+            return None
         for key in rest.split(".") if rest else ():
             if raw is None:
                 return None
@@ -241,7 +269,9 @@ def _parse_form(
 
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
     """The request of a body that was decoded to `decoded`."""
-    model, stream, messages, salt, params, *rest = astuple(decoded)
+    values = astuple(decoded)
+    model, stream, messages, salt, params = values[:5]
+    session, rest = values[5:10], values[10:]
     return InferenceRequest(
         endpoint,
         body,
@@ -250,6 +280,7 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         True,
         None if messages is UNSET else messages,
         () if rest == _NO_HEAD else rest,
+        () if session == _NO_SESSION else session,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
     )

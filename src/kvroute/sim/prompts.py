@@ -134,12 +134,12 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def _without_billing_lines(content: Any) -> Any:
-    """A system message's content; of a text that begins with a client's billing header the first line goes."""
+    """A system message's content without each first line that is a client's billing header."""
     if isinstance(content, str):
         return content.partition("\n")[2] if content.startswith(BILLING_HEADER) else content
     if content is None:
         return None
-    kept = []
+    kept: list[Any] = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str) and text.startswith(BILLING_HEADER):
