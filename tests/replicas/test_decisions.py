@@ -126,7 +126,7 @@ def test_the_session_of_a_request_that_has_ended_is_known_to_the_others(clock):
     messages = receiver.receive(sender)
 
     assert [type(message) for message in messages] == [EndedRequests]
-    assert b"s" != messages[0].sessions
+    assert messages[0].sessions != b"s"
     assert receiver.router.sessions.worker(MODEL, "s") == chosen.worker.id
 
 

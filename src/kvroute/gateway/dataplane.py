@@ -21,7 +21,7 @@ from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, 
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.client_keys import check_model, tenant_of
+from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
@@ -34,10 +34,10 @@ from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
-from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
+from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
-from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.openai.request import InferenceRequest, model_alone, parse_request
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,13 @@ class BodyReader:
         return request
 
     def forward_unread(self, endpoint: Endpoint, body: bytes, error: OverLimit) -> InferenceRequest:
-        """The request of a body that exceeds a limit, if nothing depends on its content. Raises `error`
-        otherwise."""
-        why = self._planner.why_body_is_read(endpoint)
+        """The request of a body that exceeds a limit, if at most its model matters. Raises `error` otherwise.
+
+        Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
+        """
+        model, why = None, self._planner.why_body_is_read(endpoint)
+        if not why and self._planner.goes_by_model:
+            model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
         self._metrics.bodies_over_limit.labels(error.limit, outcome).inc()
         log.warning(
@@ -115,11 +119,23 @@ class BodyReader:
             len(body),
             endpoint.path,
             error.limit,
-            f"refused, because {why}" if why else "forwarded unread: nothing depends on its content",
+            f"refused, because {why}"
+            if why
+            else "forwarded unread: nothing depends on its content"
+            if model is None
+            else "forwarded by the name of its model: nothing depends on the rest",
         )
         if why:
             raise error
-        return InferenceRequest(endpoint, body, None, over=error.limit)
+        return InferenceRequest(endpoint, body, model, over=error.limit)
+
+    def _model_alone(self, endpoint: Endpoint, body: bytes) -> tuple[str | None, str]:
+        """The model that the body names, and why the rest of it must be read; "" if it need not be."""
+        try:
+            model = model_alone(endpoint, body)
+        except UNREADABLE:
+            return None, "its model decides which workers serve it"
+        return model, "its model is an alias" if self._planner.is_alias(model) else ""
 
 
 class DataPlane:
@@ -291,6 +307,8 @@ class DataPlane:
             plan = self.planner.plan(request, target, headers, now, owner, prepared)
         except OverLimit as error:  # a limit on prompts, which are first read here
             request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
+            if record.use is not None:
+                self._check_may_be_unread(request, record.use.client)
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if trace is not None:
@@ -334,7 +352,18 @@ class DataPlane:
         strategy = b""
         if key.strategies is not None and self.planner.allows_strategy_header:
             strategy = header(headers, STRATEGY_HEADER)
+        self._check_may_be_unread(request, client)
         record.use = client.ring.admit(client, request, strategy, record.started)
+
+    def _check_may_be_unread(self, request: InferenceRequest, client: KnownClient) -> None:
+        """Raise OverLimit for a body that was not read, if the key limits the tokens of its prompts."""
+        if request.over and client.account.max_prompt_tokens:
+            self.metrics.bodies_over_limit.labels(request.over, "refused").inc()
+            raise OverLimit(
+                request.over,
+                f"The request body is over the limit {request.over}. It must be read, because the key "
+                f"{client.key.name!r} has a limit of prompt tokens.",
+            )
 
     def tenant(self, headers: Headers) -> str:
         """The request's tenant; "" without isolation. Raises Unauthorized."""

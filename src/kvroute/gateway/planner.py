@@ -235,12 +235,10 @@ class Planner:
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:
-        """Why a body must be read before it is forwarded; "" if nothing depends on its content.
+        """Why a body must be read before it is forwarded; "" if nothing but its model depends on its content.
 
-        In the second case a body above a limit may be forwarded unread.
+        In the second case a body above a limit may be forwarded unread, see `goes_by_model`.
         """
-        if len(self._fleet.catalog.names) > 1:
-            return "its model decides which workers serve it"
         if self._isolation.is_active:
             return "requests of each adapter and tenant get their own key space"
         if self._fleet.has_roles and endpoint.fills_kv_cache:
@@ -248,6 +246,15 @@ class Planner:
         if endpoint.stores_response:
             return "it may continue a stored response"
         return next((why for rule in self._content_rules if (why := rule())), "")
+
+    @property
+    def goes_by_model(self) -> bool:
+        """Whether the fleet has several names, so that a request's model decides which workers serve it."""
+        return len(self._fleet.catalog.names) > 1
+
+    def is_alias(self, requested: str | None) -> bool:
+        """Whether workers know the model under another name. Raises the errors of `resolve`."""
+        return requested is not None and self._fleet.resolve(requested) != requested
 
     def resolve(self, requested: str | None) -> str:
         """See `ModelCatalog.resolve`."""

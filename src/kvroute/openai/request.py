@@ -346,6 +346,23 @@ def _model(raw: Raw | UnsetType) -> str | None:
     raise InvalidRequest("`model` must be a string.", param="model")
 
 
+class _Named(Struct, gc=False):
+    model: Raw | UnsetType = UNSET
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def model_alone(endpoint: Endpoint, body: bytes) -> str | None:
+    """The model that a body names, of which nothing else is read: about 1 ms for each MB.
+
+    Raises an error in UNREADABLE, InvalidRequest and ModelNotFound.
+    """
+    if endpoint.body is _MULTIPART:
+        raise msgspec.DecodeError("a form")
+    return _model(_decode_named(body).model)
+
+
 def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     """Read only the model of a body that msgspec rejects and Python's json accepts.
 
