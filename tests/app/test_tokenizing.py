@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.support.waiting import until
 
 from kvroute.app.tokenizing import TokenSources
 from kvroute.clock import SystemClock
 from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.probe import Prober
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
+from kvroute.openai.shown import BillingRule
 from kvroute.tokens.exact import Mode, TokenSource
 from kvroute.tokens.options import TokensOptions
 
@@ -25,14 +28,28 @@ class FakeTokens:
         self.broken: set[str] = set()
         self.failures = 0
         self.prepared: list[str] = []
+        self.rules: dict[str, BillingRule | None] = {}
 
-    async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
+    async def prepare(
+        self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None
+    ) -> TokenSource:
         if model in self.broken:
             self.failures += 1
             raise RuntimeError("a defect")
         self.prepared.append(model)
+        self.rules[model] = billing
         self.sources[model] = TokenSource(model, Mode.LOCAL, "it agrees")
         return self.sources[model]
+
+
+def prober(**releases: str) -> Prober:
+    """Reads `/version` of the workers that are named; the others have none."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        release = releases.get(request.url.host.partition(".")[0])
+        return httpx.Response(404) if release is None else httpx.Response(200, json={"version": release})
+
+    return Prober(httpx.AsyncClient(transport=httpx.MockTransport(answer)), timeout_s=60.0)
 
 
 @pytest.fixture
@@ -51,7 +68,7 @@ async def test_a_model_that_fails_is_retried_and_the_others_are_ready_meanwhile(
 ) -> None:
     tokens: Any = FakeTokens()
     tokens.broken = {"model-a"}
-    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
+    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01), prober())
     running = asyncio.create_task(sources.run())
     await until(lambda: "model-b" in tokens.sources)
     tokens.broken = set()
@@ -64,7 +81,7 @@ async def test_a_model_that_fails_is_retried_and_the_others_are_ready_meanwhile(
 
 async def test_a_restart_whose_check_failed_is_checked_again(fleet: Fleet) -> None:
     tokens: Any = FakeTokens()
-    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01))
+    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01), prober())
     running = asyncio.create_task(sources.run())
     await until(lambda: len(tokens.prepared) >= 2)
     tokens.broken = {"model-a"}
@@ -76,3 +93,40 @@ async def test_a_restart_whose_check_failed_is_checked_again(fleet: Fleet) -> No
     await asyncio.gather(running, return_exceptions=True)
 
     assert tokens.prepared.count("model-b") == 1
+
+
+@pytest.mark.parametrize(
+    ("release", "rule"),
+    [
+        ("0.17.1", BillingRule(blocks=False, lines=False)),
+        ("0.18.0", BillingRule(blocks=True, lines=False)),
+        ("0.31.0", BillingRule(blocks=True, lines=False)),
+        ("0.32.0", BillingRule()),
+        ("0.33.1.dev7+gabc", BillingRule()),
+        ("unknown", BillingRule()),
+    ],
+)
+async def test_exact_tokens_keep_what_the_release_of_the_worker_keeps(
+    fleet: Fleet, release: str, rule: BillingRule
+) -> None:
+    tokens: Any = FakeTokens()
+    sources = TokenSources(
+        tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01), prober(a=release, b="0.32.0")
+    )
+    running = asyncio.create_task(sources.run())
+    await until(lambda: len(tokens.prepared) == 2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert tokens.rules == {"model-a": rule, "model-b": BillingRule()}
+
+
+async def test_a_worker_without_a_release_is_read_as_the_newest_one(fleet: Fleet) -> None:
+    tokens: Any = FakeTokens()
+    sources = TokenSources(tokens, fleet, SystemClock(), TokensOptions(recheck_s=0.01), prober())
+    running = asyncio.create_task(sources.run())
+    await until(lambda: len(tokens.prepared) == 2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    assert set(tokens.rules.values()) == {BillingRule()}

@@ -8,6 +8,7 @@ measures the exact figures.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -55,11 +56,11 @@ def forget_peak(pid: int) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_a_huge_structure_takes_little_time_and_memory(serve, sim, name):
-    # With two models the gateway must read the body to find the worker.
+    # Workers do not know an alias, so the gateway must read the body.
     gateway = await serve(
         "--worker", await sim("--time-scale", "0"), "--set", f"fleet.aliases.{ALIAS}={MODEL}"
     )
-    shot = BODIES[name](MODEL)
+    shot = BODIES[name](ALIAS)
     forget_peak(gateway.pid)
     cpu, idle_mb = gateway.cpu_s, gateway.rss_mb
 
@@ -88,13 +89,13 @@ async def test_above_a_limit_a_body_is_refused_where_its_content_matters(serve, 
         "--worker", await sim("--time-scale", "0"), "--set", f"fleet.aliases.{ALIAS}={MODEL}"
     )
 
-    answer = await post(gateway.url, BODIES["prompts_20mb"](MODEL))
+    answer = await post(gateway.url, BODIES["prompts_20mb"](ALIAS))
 
     assert answer.status_code == 413
     error = answer.json()["error"]
     assert error["code"] == "body_over_limit"
     assert "server.max_" in error["message"]
-    few = Shot("/v1/completions", JSON, json.dumps({"model": MODEL, "prompt": [[1]] * 5000}).encode())
+    few = Shot("/v1/completions", JSON, json.dumps({"model": ALIAS, "prompt": [[1]] * 5000}).encode())
     error = (await post(gateway.url, few)).json()["error"]
     assert "server.max_prompts" in error["message"]
     assert error["param"] == "prompt"
@@ -117,6 +118,57 @@ async def test_above_a_limit_a_body_travels_unread_where_nothing_depends_on_it(s
     name = 'kvroute_bodies_over_limit_total{limit="max_prompts",outcome="forwarded"}'
     assert await metric(gateway.url, name) == 1
     await gateway.logged("forwarded unread")
+
+
+def embeddings(model: str, inputs: int = 4_097) -> Shot:
+    texts = [f"text {number}" for number in range(inputs)]
+    return Shot("/v1/embeddings", JSON, json.dumps({"input": texts, "model": model}).encode())
+
+
+async def test_of_several_models_a_batch_above_a_limit_goes_to_its_own_by_name_alone(serve, sim):
+    one, two = await sim("--time-scale", "0"), await sim("--time-scale", "0", "--model", "second")
+    gateway = await serve("--worker", one, "--worker", two)
+
+    for model in (MODEL, "second"):
+        answer = await post(gateway.url, embeddings(model))
+        assert answer.status_code == 200, answer.text[:300]
+        assert (answer.json()["model"], len(answer.json()["data"])) == (model, 4_097)
+    missing = await post(gateway.url, embeddings("third"))
+    unnamed = await post(gateway.url, Shot("/v1/embeddings", JSON, b'{"input": [%b"x"]}' % (b'"x",' * 5_000)))
+
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert unnamed.status_code == 400
+    await gateway.logged("forwarded by the name of its model")
+
+
+async def test_a_batch_above_a_limit_is_refused_to_a_key_with_a_limit_of_prompt_tokens(serve, sim, tmp_path):
+    def entry(name: str, **limits: int) -> dict[str, object]:
+        hashed = "sha256:" + hashlib.sha256(name.encode()).hexdigest()
+        return {"name": name, "hash": [hashed], **({"limits": limits} if limits else {})}
+
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [entry("limited", prompt_tokens=1_000_000), entry("free")]}))
+    gateway = await serve(
+        "--worker", await sim("--time-scale", "0"),
+        "--worker", await sim("--time-scale", "0", "--model", "second"),
+        "--set", f"server.client_keys.file={file}",
+    )  # fmt: skip
+
+    async def sent(key: str, inputs: int) -> httpx.Response:
+        shot = embeddings(MODEL, inputs)
+        headers = {**shot.headers, "authorization": f"Bearer {key}"}
+        return await post(gateway.url, Shot(shot.path, headers, shot.body))
+
+    assert (await sent("free", 4_097)).status_code == 200
+    assert (await sent("limited", 4_096)).status_code == 200
+    refused = await sent("limited", 4_097)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_over_limit")
+
+
+async def test_a_session_id_in_bodies_is_no_reason_to_refuse_a_body_above_a_limit(serve, sim):
+    gateway = await serve("--worker", await sim("--time-scale", "0"), "--strategy", "session")
+
+    assert (await post(gateway.url, embeddings(MODEL))).status_code == 200
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)

@@ -12,7 +12,7 @@ from kvroute.blocks.keys import BLOCK_BYTES, CacheSpace
 from kvroute.errors import InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.prefix_cache import SeenBodies
-from kvroute.openai.prompt import Prompt, SeenPrompt
+from kvroute.openai.prompt import Prompt, SeenPrompt, rendered_head
 from kvroute.openai.request import parse_request, prompts_of
 from kvroute.tokens.estimate import TokenEstimator
 
@@ -59,7 +59,7 @@ def read_by(read, body, places=()):
         request.stream,
         request.is_read,
         None if salt is None else bytes(salt),
-        [bytes(raw) for raw in request.head],
+        [bytes(raw) for raw in rendered_head(request.head)],
         messages and [astuple(message) for message in messages],
         request.text("user"),
     ), was_seen
@@ -85,6 +85,50 @@ def test_cached_turns_of_a_chat_are_read_like_new_ones(compact, first, last):
 
         assert read == read_by(parse_request, body, [0, 5, -1])[0]
     assert all(were_seen[4:])
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_turns_of_an_agent_whose_billing_header_and_marks_change_are_read_like_new_ones(path, compact):
+    endpoint, seen, were_seen, before = ENDPOINTS[path], bodies(), [], b""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    for turn in range(2, 20):
+        billing = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cch={turn:05x};"
+        system = [{"type": "text", "text": billing}, {"type": "text", "text": "You are an agent.", **mark}]
+        results = [
+            {"type": "tool_result", "tool_use_id": f"t{n}", "content": each["content"]}
+            for n, each in enumerate(chat_of(turn))
+        ]
+        results[-1] |= mark
+        messages = [
+            {"role": ("user", "assistant")[n % 2], "content": [each]} for n, each in enumerate(results)
+        ]
+        body = dumped(messages, compact=compact, first={"model": "m"}, system=system, tools=[{"name": "f"}])
+        if path != "/v1/messages":
+            body = dumped([{"role": "system", "content": system}, *messages], compact=compact)
+
+        (prompt,) = prompts_of(seen.read(endpoint, body))
+        (whole,) = prompts_of(parse_request(endpoint, body))
+
+        were_seen.append(isinstance(prompt, SeenPrompt))
+        assert prompt.data == whole.data
+        assert prompt.after(2048 * (prompt.size // 2048)) == whole.data[2048 * (prompt.size // 2048) :]
+        assert whole.data.startswith(before)
+        before = whole.data
+    assert all(were_seen[4:]) is (path == "/v1/messages")
+
+
+def test_one_beginning_is_rendered_by_the_rules_of_each_endpoint():
+    seen = bodies()
+    messages = [{"role": "system", "content": "x-anthropic-billing-header: 1;\nBe kind."}, *chat_of(8)]
+    for turn in range(4, 9):
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            body = dumped(messages[:turn])
+
+            (prompt,) = prompts_of(seen.read(ENDPOINTS[path], body))
+
+            assert prompt.data == prompts_of(parse_request(ENDPOINTS[path], body))[0].data
+            assert (b"Be kind." in prompt.data) is (path == "/v1/chat/completions")
 
 
 CONTENTS = st.one_of(

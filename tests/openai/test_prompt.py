@@ -166,3 +166,105 @@ def test_a_long_conversation_is_rendered_as_its_messages_are(odd):
         ]
 
         assert whole == b"".join(one_by_one)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+
+
+def messages(system, *turns, **fields):
+    (prompt,) = prompts("/v1/messages", {"model": "m", "system": system, "messages": list(turns), **fields})
+    return prompt.data
+
+
+def block(text, **fields):
+    return {"type": "text", "text": text, **fields}
+
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+
+
+@pytest.mark.parametrize("rest", ["", "\nMore in the same block."])
+def test_a_block_of_messages_with_a_billing_header_is_dropped_whole(rest):
+    with_header = messages([block(BILLING.format("1ab2c") + rest), block("Be kind.")], user("hi"))
+
+    assert with_header == messages([block("Be kind.")], user("hi"))
+
+
+def test_an_inline_system_message_of_messages_with_a_billing_header_is_dropped_whole():
+    for content in (BILLING.format(1) + "\nrest", [block(BILLING.format(2))]):
+        inline = messages("Be kind.", user("hi"), {"role": "system", "content": content})
+
+        assert inline == messages("Be kind.", user("hi"), {"role": "system"})
+
+
+def test_of_any_other_system_text_with_a_billing_header_the_first_line_is_dropped():
+    header = BILLING.format("1ab2c") + "\n"
+    kind = {"role": "system", "content": "Be kind."}
+
+    assert chat({"role": "system", "content": header + "Be kind."}) == chat(kind)
+    assert chat({"role": "system", "content": [block(header + "Be kind.")]}) == chat(kind)
+    assert chat({"role": "system", "content": [header[:-1], "Be kind."]}) == chat(kind)
+    assert chat({"role": "system", "content": header[:-1]}) == b'\x1e"system"'
+    assert messages(header + "Be kind.", user("hi")) == messages("Be kind.", user("hi"))
+    (plain,) = prompts("/v1/responses", {"instructions": "Be kind.", "input": [user("hi")]})
+    (headed,) = prompts("/v1/responses", {"instructions": header + "Be kind.", "input": [user("hi")]})
+    assert headed == plain
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "developer", "tool"])
+def test_a_billing_header_of_another_role_counts(role):
+    one, two = ({"role": role, "content": BILLING.format(digits)} for digits in "ab")
+
+    assert chat(one) != chat(two)
+    assert messages("", one) != messages("", two)
+
+
+def test_a_billing_header_that_does_not_begin_the_text_counts():
+    assert messages([block("a\n" + BILLING.format(1))]) != messages([block("a\n" + BILLING.format(2))])
+
+
+def test_a_billing_header_with_escapes_is_dropped_too():
+    raw = b'{"messages":[{"role":"system","content":"\\u0078-anthropic-billing-header: 1\\nBe kind."}]}'
+    (prompt,) = prompts_of(parse_request(ENDPOINTS["/v1/chat/completions"], raw))
+
+    assert prompt.data == chat({"role": "system", "content": "Be kind."})
+
+
+@pytest.mark.parametrize("long", ["", "x" * 3_000])
+def test_marks_for_a_providers_cache_are_no_part_of_the_prompt(long):
+    def turn(*marked, tool=None):
+        blocks = {
+            "system": block("Be kind."),
+            "text": block("hi" + long),
+            "call": {"type": "tool_use", "id": "t", "name": "f", "input": {"a": long}},
+            "result": {"type": "tool_result", "tool_use_id": "t", "content": "42" + long},
+            "image": {"type": "image", "source": {"type": "base64", "data": "A" + long}},
+        }
+        for name in marked:
+            blocks[name] = {**blocks[name], **MARK}
+        system, text, call, result, image = blocks.values()
+        tools = [{"name": "f", "description": long}, {"name": "g", "description": long, **(tool or {})}]
+        return messages(
+            [system],
+            user([text]),
+            {"role": "assistant", "content": [call]},
+            user([result, image]),
+            tools=tools,
+        )
+
+    assert turn("system", "text", "call", "result", "image", tool=MARK) == turn()
+    assert turn(tool={"cache_control": None}) == turn()
+    first = {"cache_control": {"type": "ephemeral"}, "type": "tool_result", "content": "42" + long}
+    assert messages("", user([first])) == messages(
+        "", user([{"type": "tool_result", "content": "42" + long}])
+    )
+
+
+def test_a_text_about_marks_is_part_of_the_prompt():
+    one, two = (
+        {"type": "tool_result", "content": f'the member ,"cache_control":{{"type":"{kind}"}} is new'}
+        for kind in "ab"
+    )
+
+    assert messages("", user([one])) != messages("", user([two]))
+    assert b"cache_control" in messages("", user([one]))

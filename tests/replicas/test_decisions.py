@@ -118,6 +118,18 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
+def test_the_session_of_a_request_that_has_ended_is_known_to_the_others(clock):
+    sender, receiver = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    dispatch, chosen = sender.send("a short request", session_key="s", streamed=False)
+    dispatch.finish(clock.now())
+
+    messages = receiver.receive(sender)
+
+    assert [type(message) for message in messages] == [EndedRequests]
+    assert messages[0].sessions != b"s"
+    assert receiver.router.sessions.worker(MODEL, "s") == chosen.worker.id
+
+
 @pytest.mark.parametrize("strategy", ["prefixaware", "roundrobin", "session", "kvaware"])
 def test_loads_and_prefix_trees_of_two_processes_agree(strategy, clock):
     both = [Gateway(strategy, clock), Gateway(strategy, clock)]
@@ -148,6 +160,11 @@ def test_loads_and_prefix_trees_of_two_processes_agree(strategy, clock):
 
     for text in texts:
         assert both[0].explained(text) == both[1].explained(text)
+    workers = [
+        [each.router.sessions.worker(MODEL, str(place)) for place in range(len(texts))] for each in both
+    ]
+    assert workers[0] == workers[1]
+    assert (None in workers[0]) is (strategy in ("roundrobin", "session"))
     for dispatch, _ in open_:
         dispatch.finish(clock.now())
     both[0].receive(both[1])

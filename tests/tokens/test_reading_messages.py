@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvroute.tokens.chat import EngineFlags
+from kvroute.openai.shown import billing_rule
+from kvroute.tokens.chat import Chat, EngineFlags, render_chat
 from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.reading import messages_request
+from kvroute.tokens.template import ChatTemplate
 
 Render = Callable[..., str]
 TURN, END = "<|turn|>", "<|end|>\n"
@@ -123,3 +125,29 @@ def test_tool_references_and_odd_results_are_rendered_as_the_engine_does(rendere
     )
 
     assert f"{TURN}tool\n{END}{TURN}tool\nf{END}{TURN}assistant\nTool result: x{END}" in text
+
+
+@pytest.mark.parametrize(
+    ("release", "block", "line"),
+    [
+        ((0, 17, 1), True, True),
+        ((0, 18, 0), False, True),
+        ((0, 31, 0), False, True),
+        ((0, 32, 0), False, False),
+    ],
+)
+def test_a_billing_header_stays_for_releases_that_show_it(release: Any, block: bool, line: bool) -> None:
+    header = "x-anthropic-billing-header: cch=1;"
+    flags = EngineFlags(billing=billing_rule(release))
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {})
+    blocks: Any = {
+        "system": [{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}],
+        "messages": [USER, {"role": "system", "content": header}, {"role": "user", "content": "Go."}],
+    }
+    chat = messages_request(blocks, flags, template)
+    plain = Chat([{"role": "system", "content": header + "\nBe kind."}])
+
+    assert [message["content"] for message in chat.messages] == (
+        [header + "Be kind.", "Hi", header, "Go."] if block else ["Be kind.", "Hi", "Go."]
+    )
+    assert render_chat(plain, template, flags) == "[system]" + (header + "\n") * line + "Be kind."

@@ -24,10 +24,10 @@ from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.access import session_fields, session_key_sources
 from kvroute.gateway.attempts import RetryBudget
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.decision_lines import announcer
+from kvroute.gateway.session_keys import SessionKeys
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import Bounded
@@ -107,7 +107,7 @@ def check_change(current: InForce, loaded: Loaded) -> list[str]:
         text = "the new strategy needs exact tokens, which this gateway does not read: restart it"
         problems.append(ConfigError("routing.strategy", text))
     try:
-        session_key_sources(after.routing.options_of(SessionOptions).keys)
+        SessionKeys(after.routing.options_of(SessionOptions).keys)
     except ConfigError as error:
         problems.append(error)
     if after.admission.is_on and not started.admission.is_on:
@@ -286,11 +286,10 @@ def apply_changes(before: Config, config: Config, services: Services) -> None:
         plane.stored.timeout_s = upstream.connect_timeout_s
     session_keys = config.routing.options_of(SessionOptions).keys
     if session_keys != before.routing.options_of(SessionOptions).keys:
-        in_bodies = session_fields(session_keys)
+        sources = SessionKeys(session_keys)
         plane.read_sessions(
-            session_key_sources(session_keys),
-            in_bodies,
-            Bounded(server.body_limits, also=in_bodies),
+            sources,
+            Bounded(server.body_limits, also=sources.fields),
             announcer(config.logging, services.clock, session_keys),
         )
     plane.configure(

@@ -169,6 +169,8 @@ _DECISIONS: Final = "decisions"
 _PREDICTIONS: Final = "predictions"
 _OWNERS: Final = 10_000
 """Most owners of stored responses in a snapshot."""
+_SESSIONS: Final = 10_000
+"""Most sessions with the worker of their last request in a snapshot."""
 _TOGETHER: Final = 1000
 _PARTS_OF_STATES: Final = {LearnedCosts, PlacedSessions, KeysRefilling, RecentPrompts, CacheServerStore}
 
@@ -488,6 +490,9 @@ class Replica:
         placed = self._sessions().placements()
         for start in range(0, len(placed), _TOGETHER):
             yield (PlacedSessions([*placed[start : start + _TOGETHER]]),)
+        models, latest = self._router.sessions.latest(_SESSIONS)
+        for start in range(0, len(latest), _TOGETHER):
+            yield (PlacedSessions([], models, [*latest[start : start + _TOGETHER]]),)
         if self._ring is not None:
             yield (KeysRefilling(self._ring.refilling()),)
         for recent in recent_prompts(self._router, self._fleet.workers()):
@@ -510,6 +515,8 @@ class Replica:
         if peer == self._joining.source:
             for model, place, home, worker in message.placements:
                 self._sessions().place(model, place, WorkerId(home), WorkerId(worker))
+            latest = [(session, WorkerId(worker)) for session, worker in message.latest]
+            self._router.sessions.adopt(message.models, latest)
 
     def _on_key_used(self, peer: PeerId, message: KeyUsed) -> None:
         if self._ring is not None:

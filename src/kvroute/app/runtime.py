@@ -34,7 +34,7 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway.access import AdminKeys, KeyCheck, session_fields, session_key_sources
+from kvroute.gateway.access import AdminKeys, KeyCheck
 from kvroute.gateway.admin import admin_routes, page_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
@@ -52,6 +52,7 @@ from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_read
 from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
+from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
@@ -402,14 +403,13 @@ class Runtime:
             f"Bearer {worker_key.get_secret_value()}".encode() if has_keys and worker_key else None
         )
         session_keys = config.routing.options_of(SessionOptions).keys
-        in_bodies = session_fields(session_keys)
+        sources = SessionKeys(session_keys)
         planner = Planner(
             self.fleet,
             self.router,
             self._estimator,
-            session_key_sources(session_keys),
+            sources,
             allow_strategy_header=config.server.allow_strategy_header,
-            session_fields=in_bodies,
             isolation=self._isolation,
         )
         stored = StoredResponses(
@@ -431,7 +431,7 @@ class Runtime:
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             queue=queue,
             announce=announcer(config.logging, self._clock, session_keys),
-            bounded=Bounded(config.server.body_limits, also=in_bodies),
+            bounded=Bounded(config.server.body_limits, also=sources.fields),
             worker_authorization=worker_authorization,
             drops_authorization=has_keys,
             held_bytes=config.upstream.read_buffer_bytes,

@@ -15,27 +15,35 @@ from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.app.collectors import tokenizing_metric
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.probe import ProbeFailure, Prober
 from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway.preparation import KeySpaces, Preparer, Probe, TimeoutOf
 from kvroute.metrics import Metrics
+from kvroute.openai.shown import billing_rule
 from kvroute.tokens.chat import EngineFlags
 from kvroute.tokens.exact import ExactTokens, Mode, TokenThreads
 from kvroute.tokens.options import TokensOptions
 
 log = logging.getLogger(__name__)
 
+_VERSION_TIMEOUT_S = 5.0
+
 
 class TokenSources:
     """Prepares `tokens` for each model when a worker serves it, and again after a worker restarts.
 
-    Mutable: the set of stale models. `run` is a background task; `fleet_changed` subscribes to the fleet.
+    `probe` reads the release of the worker that a model is prepared with. Mutable: the set of stale models.
+    `run` is a background task; `fleet_changed` subscribes to the fleet.
     """
 
-    def __init__(self, tokens: ExactTokens, fleet: Fleet, clock: Clock, options: TokensOptions) -> None:
+    def __init__(
+        self, tokens: ExactTokens, fleet: Fleet, clock: Clock, options: TokensOptions, probe: Prober
+    ) -> None:
         self._tokens = tokens
         self._fleet = fleet
         self._clock = clock
         self._options = options
+        self._probe = probe
         self._changed = asyncio.Event()
         self._stale: set[str] = set()
         self._logged: dict[str, str] = {}
@@ -76,7 +84,10 @@ class TokenSources:
             return False
         root = _root_of(worker, model)
         folder = await asyncio.to_thread(model_folder, model, root, self._options.models, os.environ)
-        source = await self._tokens.prepare(model, folder=folder, url=worker.spec.url)
+        url = worker.spec.url
+        release = await self._probe.release(url)
+        billing = billing_rule(None if isinstance(release, ProbeFailure) else release)
+        source = await self._tokens.prepare(model, folder=folder, url=url, billing=billing)
         self._stale.discard(model)
         level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
         self._log_change(model, level, f"{source.mode.value}: {source.why}")
@@ -148,7 +159,8 @@ class Tokenizing:
             cache_bytes=options.cache_mib * 1024 * 1024,
             allow_fastokens=options.fastokens,
         )
-        self._sources = TokenSources(self._tokens, fleet, clock, options)
+        version = Prober(client, timeout_s=_VERSION_TIMEOUT_S)
+        self._sources = TokenSources(self._tokens, fleet, clock, options, version)
         self.preparer = Preparer(
             self._tokens, fleet, metrics, isolation, timeout_s, probe, is_probing, clock.now
         )

@@ -92,12 +92,16 @@ class Prober:
         answer = await self._get(url + "/metrics", {})
         return answer if isinstance(answer, ProbeFailure) else parse_metrics(answer)
 
+    async def release(self, url: str) -> tuple[int, ...] | ProbeFailure | None:
+        """The release of vLLM of the worker at `url`; None if `/version` names none."""
+        answer = await self._get(url + "/version", {})
+        return answer if isinstance(answer, ProbeFailure) else release_of(answer.decode("utf-8", "replace"))
+
     async def isolation(self, url: str) -> ProbeFailure | None:
         """None if the release of the worker at `url` honours `cache_salt`."""
-        answer = await self._get(url + "/version", {})
-        if isinstance(answer, ProbeFailure):
-            return answer
-        release = release_of(answer.decode("utf-8", "replace"))
+        release = await self.release(url)
+        if isinstance(release, ProbeFailure):
+            return release
         if release is not None and release >= SALTED_SINCE:
             return None
         shown = "a worker of an unknown release" if release is None else f"vLLM {release_shown(release)}"

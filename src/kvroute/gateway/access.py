@@ -1,17 +1,15 @@
-"""Who may enter: keys of clients and of the admin API, and the capacity; session keys of requests."""
+"""Who may enter: keys of clients and of the admin API, and the capacity."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import Iterable
 
-from kvroute.errors import ConfigError, GatewayOverloaded, ShuttingDown, TooManyRequests, Unauthorized
+from kvroute.errors import GatewayOverloaded, ShuttingDown, TooManyRequests, Unauthorized
 from kvroute.gateway.client_keys import KeyRing, KnownClient
 from kvroute.gateway.downstream import Headers, InFlightRequest, header
 from kvroute.metrics import Metrics
-from kvroute.openai.request import InferenceRequest
 
 
 class KeyCheck:
@@ -203,59 +201,3 @@ def _bearer(headers: Headers) -> bytes | None:
     """The token of `Authorization: Bearer`; None if the header is absent or has another scheme."""
     scheme, _, token = header(headers, b"authorization").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
-
-
-SessionKeySource = Callable[[InferenceRequest, Headers], str | None]
-
-
-def session_key_sources(declared: Sequence[str]) -> tuple[SessionKeySource, ...]:
-    """Turn `header:NAME`, `cookie:NAME` and `body:dotted.path` into readers, in that order.
-
-    Raises ConfigError for anything else.
-    """
-    return tuple(_source(text) for text in declared)
-
-
-def session_fields(declared: Sequence[str]) -> tuple[str, ...]:
-    """The top-level fields of bodies that the `declared` sources read."""
-    places = [text.partition(":") for text in declared]
-    return tuple(name.partition(".")[0] for kind, _, name in places if kind == "body")
-
-
-def session_key(
-    sources: Sequence[SessionKeySource], request: InferenceRequest, headers: Headers
-) -> str | None:
-    """The first session key in the request; None if it has none. An absent body field costs a dict lookup."""
-    for source in sources:
-        key = source(request, headers)
-        if key:
-            return key
-    return None
-
-
-def _source(text: str) -> SessionKeySource:
-    kind, _, name = text.partition(":")
-    if not name:
-        kind = ""
-    match kind:
-        case "header":
-            wanted = name.lower().encode()
-            return lambda _request, headers: header(headers, wanted).decode("latin-1") or None
-        case "cookie":
-            return lambda _request, headers: _cookie(header(headers, b"cookie"), name)
-        case "body":
-            return lambda request, _headers: request.text(name)
-        case _:
-            raise ConfigError(
-                "routing.session.keys", f"{text!r} is none of header:NAME, cookie:NAME, body:FIELD"
-            )
-
-
-def _cookie(raw: bytes, name: str) -> str | None:
-    if not raw:
-        return None
-    try:
-        morsel = SimpleCookie(raw.decode("latin-1")).get(name)
-    except CookieError:
-        return None
-    return morsel.value if morsel else None

@@ -165,6 +165,8 @@ def control_routes(
             "model": plan.model,
             "worker": plan.decision.ranking[0].worker.id,
             "session_key_found": plan.query.session_key is not None,
+            "parent_session_found": plan.query.parent_session is not None,
+            "session_worker": plan.query.session_worker,
             **router.explain(plan.query, plan.decision),
             "filtered": unroutable,
             **({} if plane.queue is None else {"admission": plane.queue.describe(plan.model)}),

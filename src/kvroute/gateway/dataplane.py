@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from itertools import chain, count
 
@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from kvroute.blocks.keys import ANCHOR_BYTES
 from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, ShuttingDown
 from kvroute.fleet.worker import WorkerId
-from kvroute.gateway.access import Admission, KeyCheck, SessionKeySource
+from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
-from kvroute.gateway.client_keys import check_model, tenant_of
+from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
@@ -30,13 +30,14 @@ from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
+from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
-from kvroute.openai.bounded import STEPWISE_BYTES, Bounded
+from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
-from kvroute.openai.request import InferenceRequest, parse_request
+from kvroute.openai.request import InferenceRequest, model_alone, parse_request
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
@@ -104,9 +105,13 @@ class BodyReader:
         return request
 
     def forward_unread(self, endpoint: Endpoint, body: bytes, error: OverLimit) -> InferenceRequest:
-        """The request of a body that exceeds a limit, if nothing depends on its content. Raises `error`
-        otherwise."""
-        why = self._planner.why_body_is_read(endpoint)
+        """The request of a body that exceeds a limit, if at most its model matters. Raises `error` otherwise.
+
+        Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
+        """
+        model, why = None, self._planner.why_body_is_read(endpoint)
+        if not why and self._planner.goes_by_model:
+            model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
         self._metrics.bodies_over_limit.labels(error.limit, outcome).inc()
         log.warning(
@@ -114,11 +119,23 @@ class BodyReader:
             len(body),
             endpoint.path,
             error.limit,
-            f"refused, because {why}" if why else "forwarded unread: nothing depends on its content",
+            f"refused, because {why}"
+            if why
+            else "forwarded unread: nothing depends on its content"
+            if model is None
+            else "forwarded by the name of its model: nothing depends on the rest",
         )
         if why:
             raise error
-        return InferenceRequest(endpoint, body, None, over=error.limit)
+        return InferenceRequest(endpoint, body, model, over=error.limit)
+
+    def _model_alone(self, endpoint: Endpoint, body: bytes) -> tuple[str | None, str]:
+        """The model that the body names, and why the rest of it must be read; "" if it need not be."""
+        try:
+            model = model_alone(endpoint, body)
+        except UNREADABLE:
+            return None, "its model decides which workers serve it"
+        return model, "its model is an alias" if self._planner.is_alias(model) else ""
 
 
 class DataPlane:
@@ -207,13 +224,12 @@ class DataPlane:
 
     def read_sessions(
         self,
-        sources: Sequence[SessionKeySource],
-        fields: Sequence[str],
+        session_keys: SessionKeys,
         bounded: Bounded,
         announce: Callable[[RequestPlan, Record], None] | None,
     ) -> None:
-        """Read the session keys of further requests from these sources; see `Planner`."""
-        self.planner.set_session_keys(sources, fields)
+        """Read the session keys of further requests from these sources. `bounded` reads their fields."""
+        self.planner.set_session_keys(session_keys)
         self.bodies = BodyReader(self.planner, self.metrics, bounded)  # forgets the prefixes of recent bodies
         self._announce = announce
 
@@ -291,6 +307,8 @@ class DataPlane:
             plan = self.planner.plan(request, target, headers, now, owner, prepared)
         except OverLimit as error:  # a limit on prompts, which are first read here
             request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
+            if record.use is not None:
+                self._check_may_be_unread(request, record.use.client)
             plan = self.planner.plan(request, target, headers, now, owner)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if trace is not None:
@@ -334,7 +352,18 @@ class DataPlane:
         strategy = b""
         if key.strategies is not None and self.planner.allows_strategy_header:
             strategy = header(headers, STRATEGY_HEADER)
+        self._check_may_be_unread(request, client)
         record.use = client.ring.admit(client, request, strategy, record.started)
+
+    def _check_may_be_unread(self, request: InferenceRequest, client: KnownClient) -> None:
+        """Raise OverLimit for a body that was not read, if the key limits the tokens of its prompts."""
+        if request.over and client.account.max_prompt_tokens:
+            self.metrics.bodies_over_limit.labels(request.over, "refused").inc()
+            raise OverLimit(
+                request.over,
+                f"The request body is over the limit {request.over}. It must be read, because the key "
+                f"{client.key.name!r} has a limit of prompt tokens.",
+            )
 
     def tenant(self, headers: Headers) -> str:
         """The request's tenant; "" without isolation. Raises Unauthorized."""

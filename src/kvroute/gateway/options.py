@@ -124,9 +124,9 @@ class ServerOptions(Options):
     max_messages: int = option(
         LIMITS.max_messages,
         "Most messages of a chat, or items of a `/v1/responses` input. This option and the next five limit "
-        "how much of a body is read. A body above a limit is forwarded unread if nothing depends on its "
-        "content (one model name and no alias in the fleet, no session key in bodies, not `/v1/responses`); "
-        "otherwise it is answered 413.",
+        "how much of a body is read. Of a body above a limit the gateway reads at most the model's name, and "
+        "forwards it by load, unless something else depends on its content (an alias, isolation, roles, a "
+        "key's limit of prompt tokens, `/v1/responses`): then it is answered 413.",
         unit="messages",
         higher="longer chats are routed by their content",
         lower="less time that one request can take from others: about 1 us a message",

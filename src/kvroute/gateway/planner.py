@@ -19,9 +19,9 @@ from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, Prompt
 from kvroute.errors import InvalidRequest, NoRoutableWorker
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import FleetView, Worker, WorkerId
-from kvroute.gateway.access import SessionKeySource, session_key
 from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.preparation import Adapter, KeySpaces, Prepared
+from kvroute.gateway.session_keys import SessionId, SessionKeys
 from kvroute.lru import Lru
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.kv_transfer import can_hand_over, check_params
@@ -45,7 +45,7 @@ STRATEGY_HEADER = b"x-kvroute-strategy"
 
 
 # To look up an enum member in its class costs 80 ns each time (CPython 3.11).
-_SESSION_KEY, _PROMPT, _TOKENS = Needs.SESSION_KEY, Needs.PROMPT, Needs.TOKENS
+_NOTHING, _PROMPT, _TOKENS = Needs.NOTHING, Needs.PROMPT, Needs.TOKENS
 
 _HASH_WHOLE_BYTES = 16_384
 """Prompts up to this size are hashed whole for their fingerprint. For longer ones the last block key, which
@@ -104,8 +104,8 @@ ContentRule: TypeAlias = Callable[[], str]
 class Planner:
     """Plans requests from the state of fleet, router and estimator, without changing that state.
 
-    `content_rules` are checked before a body is forwarded unread. `session_fields` are the fields of bodies
-    that `session_keys` read. Mutable: caches facts by model until the fleet changes.
+    `content_rules` are checked before a body is forwarded unread. Mutable: caches facts by model until the
+    fleet changes.
     """
 
     def __init__(
@@ -113,10 +113,9 @@ class Planner:
         fleet: Fleet,
         router: Router,
         estimator: TokenEstimator,
-        session_keys: Sequence[SessionKeySource],
+        session_keys: SessionKeys,
         *,
         allow_strategy_header: bool,
-        session_fields: Sequence[str] = (),
         content_rules: Sequence[ContentRule] = (),
         isolation: KeySpaces,
     ) -> None:
@@ -124,8 +123,7 @@ class Planner:
         self._isolation = isolation
         self._router = router
         self._estimator = estimator
-        self._session_keys = tuple(session_keys)
-        self._reads_session = bool(session_fields)
+        self._session_keys = session_keys
         self._content_rules = tuple(content_rules)
         self._version = -1
         self._models: dict[str | None, _ModelFacts] = {}
@@ -139,12 +137,13 @@ class Planner:
     @property
     def may_need_headers(self) -> bool:
         """Whether `plan` may read the headers of requests, with the strategies of now."""
-        return self._allow_strategy_header or self._router.may_need(Needs.SESSION_KEY)
+        return self._allow_strategy_header or any(
+            self._router.may_need(needs) for needs in Needs if needs is not _NOTHING
+        )
 
-    def set_session_keys(self, sources: Sequence[SessionKeySource], fields: Sequence[str]) -> None:
-        """Read session keys from these sources from now on; see `session_fields`."""
-        self._session_keys = tuple(sources)
-        self._reads_session = bool(fields)
+    def set_session_keys(self, session_keys: SessionKeys) -> None:
+        """Read session keys from these sources from now on."""
+        self._session_keys = session_keys
 
     @property
     def isolates(self) -> bool:
@@ -201,10 +200,10 @@ class Planner:
             strategy = self._strategy(model, headers)
             needs = strategy.needs
         session = None
-        if with_session or needs is _SESSION_KEY:
-            session = session_key(self._session_keys, request, headers)
+        if needs is not _NOTHING or with_session:
+            session = self._session_keys.read(request, headers)
             if session is not None and request.tenant:
-                session = tenant_session(request.tenant, session)
+                session = _of_tenant(request.tenant, session)
         reads_prompt = needs is _PROMPT or needs is _TOKENS or has_roles
         prompts = prompts_of(request) if reads_prompt else ()
         if is_isolated:
@@ -236,21 +235,26 @@ class Planner:
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:
-        """Why a body must be read before it is forwarded; "" if nothing depends on its content.
+        """Why a body must be read before it is forwarded; "" if nothing but its model depends on its content.
 
-        In the second case a body above a limit may be forwarded unread.
+        In the second case a body above a limit may be forwarded unread, see `goes_by_model`.
         """
-        if len(self._fleet.catalog.names) > 1:
-            return "its model decides which workers serve it"
         if self._isolation.is_active:
             return "requests of each adapter and tenant get their own key space"
         if self._fleet.has_roles and endpoint.fills_kv_cache:
             return "it may name the host from which a worker takes KV"
         if endpoint.stores_response:
             return "it may continue a stored response"
-        if self._reads_session and self._router.may_need(Needs.SESSION_KEY):
-            return "it may hold the session key"
         return next((why for rule in self._content_rules if (why := rule())), "")
+
+    @property
+    def goes_by_model(self) -> bool:
+        """Whether the fleet has several names, so that a request's model decides which workers serve it."""
+        return len(self._fleet.catalog.names) > 1
+
+    def is_alias(self, requested: str | None) -> bool:
+        """Whether workers know the model under another name. Raises the errors of `resolve`."""
+        return requested is not None and self._fleet.resolve(requested) != requested
 
     def resolve(self, requested: str | None) -> str:
         """See `ModelCatalog.resolve`."""
@@ -258,7 +262,8 @@ class Planner:
 
     def session_of(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The request's session key, whatever the strategy; None if it has none."""
-        return session_key(self._session_keys, request, headers)
+        session = self._session_keys.read(request, headers)
+        return None if session is None else session.key
 
     def model_to_tokenize(self, request: InferenceRequest, headers: Headers) -> str | None:
         """The model whose tokenizer must read the prompt before `plan`; None if no tokens are needed.
@@ -314,7 +319,7 @@ class Planner:
         space: CacheSpace,
         now: float,
         prompts: Sequence[AnyPrompt],
-        session: str | None,
+        session: SessionId | None,
         prepared: Prepared | None,
         can_move: bool,
     ) -> RouteQuery:
@@ -337,23 +342,36 @@ class Planner:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
+        model = space.model
+        if session is None:
+            return RouteQuery(
+                model, now, tuple(keys), tokens, None, request.stream, fingerprint, exact, inexact, can_move
+            )
+        key, parent = session
         return RouteQuery(
-            space.model,
+            model,
             now,
             tuple(keys),
             tokens,
-            session,
+            key,
             request.stream,
             fingerprint,
             exact,
             inexact,
             can_move,
+            self._router.sessions.worker(model, key),
+            parent,
         )
 
 
 def tenant_session(tenant: str, session: str) -> str:
     """The session key that strategies get for a tenant's session; equal keys of tenants are two sessions."""
     return f"{tenant}\0{session}"
+
+
+def _of_tenant(tenant: str, session: SessionId) -> SessionId:
+    key, parent = session
+    return SessionId(tenant_session(tenant, key), None if parent is None else tenant_session(tenant, parent))
 
 
 def _fingerprint(prompt: AnyPrompt, prompt_keys: PromptKeys, seed: int) -> int:

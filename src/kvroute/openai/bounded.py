@@ -41,10 +41,15 @@ class Message(Struct, gc=False):
     output: Raw | UnsetType = UNSET
 
 
+SESSION_MEMBERS = ("prompt_cache_key", "conversation", "metadata", "previous_response_id", "user")
+"""Members in which clients name their sessions, or persons."""
+
+
 class Body(Struct, gc=False):
     """The fields of a body that the gateway reads, in one pass.
 
-    The fields after the first five are those that templates render before the messages, in their order.
+    After the first five come `SESSION_MEMBERS`, then the fields that templates render before the messages, in
+    their order.
     """
 
     model: str | None = None
@@ -52,6 +57,11 @@ class Body(Struct, gc=False):
     messages: list[Message] | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    conversation: Raw | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
+    previous_response_id: Raw | UnsetType = UNSET
+    user: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     functions: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET
@@ -63,9 +73,13 @@ class Body(Struct, gc=False):
 decode_body = msgspec.json.Decoder(Body).decode
 
 
-def head_of(decoded: Body) -> Sequence[Raw]:
+Head: TypeAlias = Sequence[Raw | UnsetType]
+"""The values of a body under the names in `BEFORE_MESSAGES`, in their order; empty if it has none of them."""
+
+
+def head_of(decoded: Body) -> Head:
     """The values that a chat template renders before the messages, in its order."""
-    return [raw for raw in astuple(decoded)[5:] if raw is not UNSET]
+    return astuple(decoded)[10:]
 
 
 SMALL_BYTES: Final = 65_536

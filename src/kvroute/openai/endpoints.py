@@ -51,6 +51,8 @@ class Endpoint:
     errors: ErrorShape = ErrorShape.OPENAI
     isolation: Isolation = Isolation.SALT_AND_TAG
     limits: tuple[str, ...] = ()
+    is_anthropic: bool = False
+    """The body is that of Anthropic's Messages API."""
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
@@ -70,13 +72,20 @@ _ROWS = (
         errors=ErrorShape.RESPONSES,
         limits=("max_output_tokens",),
     ),
-    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC, limits=("max_tokens",)),
+    Endpoint(
+        "/v1/messages",
+        "Anthropic Messages API",
+        errors=ErrorShape.ANTHROPIC,
+        limits=("max_tokens",),
+        is_anthropic=True,
+    ),
     Endpoint(
         "/v1/messages/count_tokens",
         "Token count of an Anthropic message list",
         fills_kv_cache=False,
         errors=ErrorShape.ANTHROPIC,
         isolation=_NOT_NEEDED,
+        is_anthropic=True,
     ),
     Endpoint("/tokenize", "Token ids of a prompt or chat", fills_kv_cache=False, isolation=_NOT_NEEDED),
     Endpoint("/detokenize", "Text of token ids", fills_kv_cache=False, isolation=_NOT_NEEDED),

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.openai.bounded import UNREADABLE, Body, Bounded, Message, head_of, not_plain_json
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import PromptPrefix, SeenPrompt, rendered
+from kvroute.openai.prompt import PromptPrefix, SeenPrompt, rendered, rendered_head
 from kvroute.openai.request import InferenceRequest, as_request, loose_request, parse_request, prompt_steps
 
 _NAME: Final = b'"messages"'
@@ -97,7 +97,8 @@ class SeenBodies:
     def continued(self, endpoint: Endpoint, body: bytes) -> InferenceRequest | None:
         """Like `read` if the body's prefix is known; otherwise None, and nothing has been decoded."""
         known, hashed, view = self._prefixes, xxh3_64_intdigest, memoryview(body)
-        digest, size = self._seed, self._block_bytes
+        # A prefix is rendered by the rules of its endpoint.
+        digest, size = self._seed ^ endpoint.is_anthropic, self._block_bytes
         digests = [
             digest := hashed(view[start : start + size], digest)
             for start in range(0, len(body) - size + 1, size)
@@ -126,12 +127,17 @@ class SeenBodies:
         if rest is None:
             return None
         decoded, messages, outline = rest
-        if b"".join(head_of(decoded)) != base.head:
+        if self._head(endpoint, decoded) != base.head:
             return None
         self._check_count(base.messages + len(messages))
-        request, tail = _request_and_tail(endpoint, body, decoded, base, rendered(messages, self._bounded))
-        request.seen, request.outline = SeenPrompt(body, base, tail), outline
+        parts = rendered(messages, self._bounded, endpoint.is_anthropic)
+        request, tail = _request_and_tail(endpoint, body, decoded, base, parts)
+        request.seen = SeenPrompt(body, base, tail, is_anthropic=endpoint.is_anthropic)
+        request.outline = outline
         return request
+
+    def _head(self, endpoint: Endpoint, decoded: Body) -> bytes:
+        return b"".join(rendered_head(head_of(decoded), self._bounded, endpoint.is_anthropic))
 
     def _learn(self, endpoint: Endpoint, body: bytes, digests: list[int]) -> InferenceRequest | None:
         """Parse a body whose blocks with `digests` have arrived before, and store that prefix.
@@ -164,21 +170,22 @@ class SeenBodies:
         if rest is None:
             return None
         decoded, messages, outline = rest
-        head = b"".join(head_of(decoded))
+        head = self._head(endpoint, decoded)
         if base is None:
             base = PromptPrefix(opened, opened, head, head)
         elif head != base.head:
             return None
         count = base.messages + len(found)
         self._check_count(count + len(messages))
-        added = rendered(found, self._bounded)
-        others = rendered(messages, self._bounded)
+        added = rendered(found, self._bounded, endpoint.is_anthropic)
+        others = rendered(messages, self._bounded, endpoint.is_anthropic)
         request, tail = _request_and_tail(endpoint, body, decoded, base, [*added, *others])
         size = len(base.rest) + sum(map(len, map(_view, added)))
         cut = size - size % self._cut_bytes
         grown = PromptPrefix(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
         self._store(digest, grown)
-        request.seen, request.outline = SeenPrompt(body, base, tail, grown), outline
+        request.seen = SeenPrompt(body, base, tail, grown, is_anthropic=endpoint.is_anthropic)
+        request.outline = outline
         return request
 
     def _complete_messages(

@@ -2,8 +2,8 @@
 
 The order is tools, system or instructions, messages (or prompt, input, query and documents). The order of the
 JSON fields has no effect: if two prompts share a prefix in the engine, their bytes share a prefix here. An
-image or audio part is replaced by its hash. The bytes are not the engine's text; `kvaware` uses exact tokens
-instead.
+image or audio part is replaced by its hash. What the engine does not show the model is left out (`shown.py`).
+The bytes are not the engine's text; `kvaware` uses exact tokens instead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import astuple
 from xxhash import xxh3_128_digest
 
-from kvroute.openai.bounded import SMALL_BYTES, UNREADABLE, Bounded, Message, decode_body, head_of
+from kvroute.errors import OverLimit
+from kvroute.openai.bounded import SMALL_BYTES, UNREADABLE, Bounded, Head, Message, decode_body, head_of
+from kvroute.openai.shown import shown_system_text, without_marks
 
 _AFTER_MESSAGES = ("query", "text_1", "queries", "text_2", "suffix")
 _NO_OTHER_FIELDS = [UNSET] * 8
 _LIST, _QUOTE = b'["'
+_SYSTEM = Raw(b'"system"')
 _MAX_PLAIN_PART_BYTES = 1024
 """A larger content part that is not text (media or a file) is replaced by its hash."""
 
@@ -87,6 +90,8 @@ class SeenPrompt(Struct, eq=False):
     longer_prefix: PromptPrefix | None = None
     """A longer prefix that this prompt has made known, for the next turns of the chat."""
     is_token_ids: bool = False
+    is_anthropic: bool = False
+    """See `Endpoint.is_anthropic`."""
 
     @property
     def size(self) -> int:
@@ -107,7 +112,9 @@ class SeenPrompt(Struct, eq=False):
             decoded = decode_body(self.body)
         except UNREADABLE:  # nested so deeply that it is readable only with more stack left
             return self.body
-        return b"".join([*head_of(decoded), *rendered(cast("list[Message]", decoded.messages))])
+        is_anthropic = self.is_anthropic
+        messages = rendered(cast("list[Message]", decoded.messages), None, is_anthropic)
+        return b"".join([*rendered_head(head_of(decoded), None, is_anthropic), *messages])
 
 
 AnyPrompt: TypeAlias = Prompt | SeenPrompt
@@ -116,7 +123,10 @@ AnyPrompt: TypeAlias = Prompt | SeenPrompt
 PromptSteps: TypeAlias = Generator[None, None, tuple[Prompt, ...]]
 
 
-def read_prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounded | None) -> PromptSteps:
+def read_prompts(
+    head: Sequence[bytes | Raw], fields: Mapping[str, Raw], bounded: Bounded | None
+) -> PromptSteps:
+    """The prompts of a body without a list of messages; `head` is rendered."""
     if "messages" in fields:
         return (Prompt(b"".join([*head, fields["messages"]])),)
     if "prompt" in fields:
@@ -127,8 +137,42 @@ def read_prompts(head: Sequence[Raw], fields: Mapping[str, Raw], bounded: Bounde
     return (Prompt(b"".join([*rest, *head])),) if rest else ()
 
 
-def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> list[bytes | Raw]:
-    """The rendered messages, about 0.4 us each.
+def rendered_head(
+    head: Head, bounded: Bounded | None = None, is_anthropic: bool = False
+) -> list[bytes | Raw]:
+    """The rendered parts before the messages. `is_anthropic`: see `Endpoint`."""
+    if not head:
+        return []
+    tools, functions, documents, kwargs, system, instructions = head
+    parts: list[bytes | Raw] = [] if tools is UNSET else [without_marks(tools)]
+    parts += [value for value in (functions, documents, kwargs) if value is not UNSET]
+    if system is not UNSET:
+        parts += _render_system(system, bounded) if is_anthropic else [system]
+    if instructions is not UNSET:
+        parts.append(_shown(instructions, whole=False))
+    return parts
+
+
+def _render_system(system: Raw, bounded: Bounded | None) -> list[bytes | Raw]:
+    """The field `system` of Anthropic's API: a text, or a list of blocks."""
+    if memoryview(system)[0] != _LIST:
+        return [_shown(system, whole=False)]
+    try:
+        if bounded is not None:
+            bounded.parts(system, bounded.limits.max_content_parts)
+    except OverLimit:
+        return [system]
+    return _render_content(system, is_system=True, whole=True)
+
+
+def _shown(text: Raw, *, whole: bool) -> Raw | bytes:
+    return shown_system_text(text, whole=whole) if memoryview(text)[0] == _QUOTE else text
+
+
+def rendered(
+    messages: Sequence[Message], bounded: Bounded | None = None, is_anthropic: bool = False
+) -> list[bytes | Raw]:
+    """The rendered messages, about 0.4 us each. `is_anthropic`: see `Endpoint`.
 
     Raises OverLimit if their contents have more parts than `bounded` allows.
     """
@@ -146,9 +190,11 @@ def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> lis
             if memoryview(content)[0] == _LIST:
                 if bounded is not None and len(memoryview(content)) > left:
                     bounded.parts(content, left)
-                found = _render_content(content)
+                found = _render_content(content, role == _SYSTEM, is_anthropic)
                 left -= len(found)
                 parts += found
+            elif role == _SYSTEM:
+                add(_shown(content, whole=is_anthropic))
             else:
                 add(content)
         if not is_plain:
@@ -156,8 +202,11 @@ def rendered(messages: Sequence[Message], bounded: Bounded | None = None) -> lis
     return parts
 
 
-def _render_content(content: Raw) -> list[bytes | Raw]:
-    """The rendered parts of a content list: text as written, large other parts as hashes."""
+def _render_content(content: Raw, is_system: bool, whole: bool) -> list[bytes | Raw]:
+    """The rendered parts of a content list: text as written, large other parts as hashes.
+
+    `whole`: see `shown_system_text`.
+    """
     try:
         items = _decode_items(content)
     except UNREADABLE:
@@ -167,13 +216,12 @@ def _render_content(content: Raw) -> list[bytes | Raw]:
         try:
             text = _decode_part(part).text
         except UNREADABLE:
-            text = UNSET
+            text = part if memoryview(part)[0] == _QUOTE else UNSET
         if text is not UNSET and memoryview(text)[0] == _QUOTE:
-            parts.append(text)
-        elif len(memoryview(part)) > _MAX_PLAIN_PART_BYTES:
-            parts.append(xxh3_128_digest(part))
-        else:
-            parts.append(part)
+            parts.append(shown_system_text(text, whole=whole) if is_system else text)
+            continue
+        seen = without_marks(part)
+        parts.append(xxh3_128_digest(seen) if len(memoryview(seen)) > _MAX_PLAIN_PART_BYTES else seen)
     return parts
 
 
@@ -225,7 +273,7 @@ def _read_large_prompt_field(data: bytes, bounded: Bounded, name: str) -> Prompt
     return tuple(Prompt(all_ids[start:end].tobytes(), True) for start, end in pairwise(ends))
 
 
-def _read_input_field(head: Sequence[Raw], raw: Raw, bounded: Bounded | None) -> PromptSteps:
+def _read_input_field(head: Sequence[bytes | Raw], raw: Raw, bounded: Bounded | None) -> PromptSteps:
     """The prompts in `input`: like `prompt` for embeddings; a text or a list of items for responses."""
     view = memoryview(raw)
     if view[0] != _LIST:

@@ -17,9 +17,18 @@ from msgspec.structs import astuple
 from python_multipart.multipart import parse_options_header
 
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
-from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Message, decode_body
+from kvroute.openai.bounded import (
+    BEFORE_MESSAGES,
+    SESSION_MEMBERS,
+    UNREADABLE,
+    Body,
+    Bounded,
+    Head,
+    Message,
+    decode_body,
+)
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered
+from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered, rendered_head
 
 MAX_FORM_PARTS: Final = 1_000
 _MAX_FIELD_BYTES: Final = 64 * 1024
@@ -102,7 +111,9 @@ _decode_string = msgspec.json.Decoder(str).decode
 
 _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
-_NO_HEAD = [UNSET] * 6
+_NO_HEAD = (UNSET,) * 6
+_NO_SESSION = (UNSET,) * 5
+_SESSION_PLACES = {name: place for place, name in enumerate(SESSION_MEMBERS)}
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
 _MAX_TEXT_BYTES = 4_096
@@ -126,8 +137,10 @@ class InferenceRequest(Struct, eq=False, gc=False):
     is forwarded unread."""
     read_messages: Sequence[Message] | None = None
     """The messages that are decoded; None if the body has no list of objects under that name."""
-    head: Sequence[Raw] = ()
-    """The values that a chat template renders before the messages, in its order."""
+    head: Head = ()
+    """The values that a chat template renders before the messages."""
+    session: Sequence[Raw | UnsetType] | None = None
+    """The values of `SESSION_MEMBERS`, empty if the body has none of them; None: look into `fields`."""
     cache_salt: Raw | None = None
     kv_transfer_params: Raw | None = None
     form: Mapping[str, str] = _NO_FORM
@@ -181,16 +194,31 @@ class InferenceRequest(Struct, eq=False, gc=False):
             self._members = members
         return members
 
+    @property
+    def may_have_session(self) -> bool:
+        """False if the body has none of `SESSION_MEMBERS`."""
+        return self.session is None or bool(self.session)
+
     def text(self, path: str) -> str | None:
         """The string at a dotted path of the body (`metadata.session_id`); None if there is none.
 
-        Raises InvalidRequest if it is too long.
+        Raises InvalidRequest if it is too long. Costs a decoding of the body (see `members`), unless the path
+        begins with one of `SESSION_MEMBERS`.
         """
-        fields = self.fields
-        if fields is None:
-            return self.form.get(path)
         head, _, rest = path.partition(".")
-        raw = fields.get(head)
+        session, place = self.session, _SESSION_PLACES.get(head)
+        raw: Raw | UnsetType | None
+        if session is not None and place is not None:
+            raw = session[place] if session else None
+        elif self.is_read:
+            try:
+                raw = self.members.get(head)
+            except UNREADABLE:
+                return None
+        else:
+            return self.form.get(path)
+        if raw is UNSET:
+            return None
         for key in rest.split(".") if rest else ():
             if raw is None:
                 return None
@@ -241,7 +269,9 @@ def _parse_form(
 
 def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
     """The request of a body that was decoded to `decoded`."""
-    model, stream, messages, salt, params, *rest = astuple(decoded)
+    values = astuple(decoded)
+    model, stream, messages, salt, params = values[:5]
+    session, rest = values[5:10], values[10:]
     return InferenceRequest(
         endpoint,
         body,
@@ -249,7 +279,8 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         stream is not UNSET and bytes(stream) == b"true",
         True,
         None if messages is UNSET else messages,
-        () if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET],
+        () if rest == _NO_HEAD else rest,
+        () if session == _NO_SESSION else session,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
     )
@@ -273,7 +304,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         stream is not None and len(memoryview(stream)) == 4 and bytes(stream) == b"true",
         is_read=True,
         _fields=fields,
-        head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
+        head=[fields.get(name, UNSET) for name in BEFORE_MESSAGES],
         cache_salt=fields.get("cache_salt"),
         kv_transfer_params=fields.get("kv_transfer_params"),
     )
@@ -313,6 +344,23 @@ def _model(raw: Raw | UnsetType) -> str | None:
     if data == b"null":
         return None
     raise InvalidRequest("`model` must be a string.", param="model")
+
+
+class _Named(Struct, gc=False):
+    model: Raw | UnsetType = UNSET
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def model_alone(endpoint: Endpoint, body: bytes) -> str | None:
+    """The model that a body names, of which nothing else is read: about 1 ms for each MB.
+
+    Raises an error in UNREADABLE, InvalidRequest and ModelNotFound.
+    """
+    if endpoint.body is _MULTIPART:
+        raise msgspec.DecodeError("a form")
+    return _model(_decode_named(body).model)
 
 
 def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
@@ -355,14 +403,15 @@ def prompts_of(request: InferenceRequest) -> tuple[AnyPrompt, ...]:
     if request.prompts is not None:
         return request.prompts
     head, messages = request.head, request.read_messages  # all messages, because `seen` is None
+    is_anthropic, bounded = request.endpoint.is_anthropic, request.bounded
     try:
         if messages is not None:
-            parts = rendered(messages, request.bounded)
+            parts = rendered(messages, bounded, is_anthropic)
             if head:
-                parts[:0] = head
+                parts[:0] = rendered_head(head, bounded, is_anthropic)
             # Like `Prompt(...)`, but without its constructor, which is Python code.
             return (_new(Prompt, (b"".join(parts), False)),)
-        steps = read_prompts(head, request.fields or {}, request.bounded)
+        steps = read_prompts(rendered_head(head, bounded, is_anthropic), request.fields or {}, bounded)
         while True:
             next(steps)
     except StopIteration as end:
@@ -376,8 +425,9 @@ def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPr
     """Like `prompts_of`, for a large body, in steps."""
     if request.seen is not None or request.read_messages is not None or not request.fields:
         return prompts_of(request)
+    head = rendered_head(request.head, request.bounded, request.endpoint.is_anthropic)
     try:
-        return (yield from read_prompts(request.head, request.fields, request.bounded))
+        return (yield from read_prompts(head, request.fields, request.bounded))
     except UNREADABLE:
         return ()
 

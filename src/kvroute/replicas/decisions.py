@@ -40,6 +40,7 @@ from kvroute.replicas.messages import (
 )
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Dispatch, Router
+from kvroute.routing.sessions import session_hash
 from kvroute.routing.strategy import (
     Candidate,
     CandidateMatch,
@@ -280,7 +281,10 @@ def _ended_messages(
     for (model, worker), some in together.items():
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
         all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
+        sessions = array("Q")
         for each in some:
+            if each.query.session_key is not None:
+                sessions.append(session_hash(model, each.query.session_key))
             if each.is_answered and each.ended_at is not None:
                 answered += 1
                 prefill_s += each.candidate.prefill_s
@@ -305,8 +309,9 @@ def _ended_messages(
         block_tokens = tokens / blocks if blocks else 0.0
         packed = all_fresh.tobytes()
         figures = answered, prefill_s, stay_s, block_tokens
-        if answered or all_known or repeated:
-            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, repeated.tobytes())
+        if answered or all_known or repeated or sessions:
+            lasts, ids = repeated.tobytes(), sessions.tobytes()
+            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, lasts, ids)
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -385,6 +390,8 @@ class PeerDecisions:
         now, repeated = self._clock.now(), unpack_keys(sent.repeated)
         if sent.answered > 0:
             worker.load.ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
+        if sent.sessions:
+            self._router.sessions.learn(sent.model, unpack_keys(sent.sessions), worker.id)
         # Prompts that were sent before are most of a load test and of evaluations.
         self._groups.use_all(repeated)
         for place in self._router.not_repeated(worker, repeated):
@@ -463,8 +470,9 @@ class PeerDecisions:
         if sent.tiers is None and len(prompts) < 2 and not exact and sent.strategy not in self._observed:
             # The usual case. The objects below would cost as much as the accounting.
             prompt = prompts[0] if prompts else None
+            session = None if sent.session_key is None else (sent.session_key, sent.strategy)
             return self._router.reserve_at_peer(
-                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now, learns
+                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now, learns, session
             )
         query = RouteQuery(
             model=sent.model,

@@ -310,7 +310,8 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
     dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
     `known` and the number of keys after it for each prompt, and all these keys in one. Prompts that were sent
-    before as a whole are in `repeated` instead: their last keys, packed.
+    before as a whole are in `repeated` instead: their last keys, packed. `sessions` are the hashes of the
+    requests' sessions, packed.
     """
 
     model: str
@@ -323,11 +324,13 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     sizes: list[int]
     fresh: bytes
     repeated: bytes = b""
+    sessions: bytes = b""
 
     def __post_init__(self) -> None:
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
         has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
-        if not has_keys or len(self.repeated) % 8 or not all(0 <= each < inf for each in figures):
+        is_packed = not len(self.repeated) % 8 and not len(self.sessions) % 8
+        if not has_keys or not is_packed or not all(0 <= each < inf for each in figures):
             raise ValueError("the figures of requests that have ended do not fit")
 
 
@@ -426,9 +429,11 @@ class LearnedCosts(PeerMessage, frozen=True):
 
 
 class PlacedSessions(PeerMessage, frozen=True):
-    """`Session.placements`, for a process that joins."""
+    """`Session.placements` and `SessionWorkers.latest`, for a process that joins."""
 
     placements: list[tuple[str, int, str, str]]
+    models: list[str] = []
+    latest: list[tuple[int, str]] = []
 
 
 class KeyUsed(PeerMessage, frozen=True):

@@ -227,6 +227,8 @@ class DecisionRecorder:
                 query.fingerprint,
                 tuple(exact),
                 query.inexact,
+                session_worker=query.session_worker,
+                parent_session=query.parent_session,
             ),
             slots,
         )
@@ -316,6 +318,8 @@ class Redecider:
         if self._needs is Needs.NOTHING or self._needs is recorded.needs:
             return ""
         if self._needs is Needs.PROMPT and recorded.needs is Needs.TOKENS:
+            return ""
+        if self._needs is Needs.SESSION_KEY and recorded.needs is not Needs.NOTHING:
             return ""
         missing = {
             Needs.PROMPT: "reads no prompts",

@@ -22,8 +22,10 @@ from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.reports import Answers, Discounts, Reports
 from kvroute.routing.scaling import CacheValue
+from kvroute.routing.sessions import SessionWorkers
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
+from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import (
     CacheMap,
     Candidate,
@@ -193,6 +195,11 @@ class Router:
         token_bytes = options.options_of(KvAwareOptions).tiers.token_bytes
         self.pairs = Pairs(options.prefill_decode, token_bytes, self._costs, history)
         """Decides for fleets in which workers have roles."""
+        self.sessions = SessionWorkers(options.options_of(SessionOptions).remembered)
+        """The worker of each session's last request, for strategies that rank by what workers hold."""
+        self._keeps_sessions = frozenset(
+            name for name, each in self._strategies.items() if each.needs in (Needs.PROMPT, Needs.TOKENS)
+        )
         self.recorder: DecisionRecorder | None = None
         """Records the decisions while somebody looks; see `record`."""
         self._on_dispatch = {
@@ -339,6 +346,8 @@ class Router:
                 dispatch.listener = self._in_flight.acquire(slot, exact[0].keys)
             else:
                 dispatch.listener = self._secondary_reservations(query, candidate, now)
+        if query.session_key is not None and decision.handover is None:
+            self._remember_session(query.session_key, query.model, decision.strategy, worker)
         on_dispatch = self._on_dispatch.get(decision.strategy)
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
@@ -347,6 +356,10 @@ class Router:
             observer = self._observer.dispatched(query, decision, candidate, now)
             dispatch.listener = observer if secondary is None else BothListeners(observer, secondary)
         return dispatch
+
+    def _remember_session(self, session_key: str, model: str, strategy: str, worker: Worker) -> None:
+        if strategy in self._keeps_sessions:
+            self.sessions.sent(model, session_key, worker.id)
 
     def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
         """Account a request with `decision.handover` on both workers.
@@ -372,8 +385,15 @@ class Router:
         prompt: PromptKeys | None,
         now: float,
         learns: bool,
+        session: tuple[str, str] | None = None,
     ) -> Dispatch:
-        """As `dispatch` for a peer, if its candidate has no `held` and its strategy ignores dispatches."""
+        """As `dispatch` for a peer, if its candidate has no `held` and its strategy ignores dispatches.
+
+        `session`: the session's key and the name of the strategy.
+        """
+        if session is not None:
+            session_key, strategy = session
+            self._remember_session(session_key, model, strategy, worker)
         dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
         worker.load.enter(dispatch, now)
         if prompt is not None:
@@ -495,7 +515,7 @@ class Router:
     def session_forgotten_by_peer(self, session_key: str) -> bool:
         """As `forget_session`, for a request that a peer has received: the observer is not called."""
         forgotten = [strategy.forget(session_key) for strategy in self._strategies.values()]
-        return any(forgotten)
+        return self.sessions.forget(session_key) or any(forgotten)
 
     def index_size(self) -> HistorySize:
         """The history's size, for gauges. O(runs): call it per scrape, not per request."""

@@ -19,7 +19,7 @@ from kvroute.blocks.keys import (
     token_keys,
 )
 from kvroute.fleet.load import WorkerLoad
-from kvroute.fleet.worker import FleetView, Worker
+from kvroute.fleet.worker import FleetView, Worker, WorkerId
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options
@@ -181,13 +181,16 @@ class NoMap:
 
 
 class Needs(StrEnum):
-    """The parts of a `RouteQuery` that a strategy needs before `rank` is called."""
+    """The parts of a `RouteQuery` that a strategy needs before `rank` is called.
+
+    With any of them but NOTHING the query also has the request's `session_key`, if it has one.
+    """
 
     NOTHING = "nothing"
     PROMPT = "prompt"
     """`RouteQuery.prompts`: block keys of the prompt's bytes."""
     SESSION_KEY = "session_key"
-    """`RouteQuery.session_key`, if the request has one."""
+    """`RouteQuery.session_key` alone."""
     TOKENS = "tokens"
     """`RouteQuery.exact`: the prompt's token ids, or the reason in `inexact`; and `RouteQuery.prompts`."""
 
@@ -209,6 +212,8 @@ class RouteReason(StrEnum):
     KV_SPILL = "kv_spill"
     """Another worker's caches hold more of the prompt, but using them would cost more."""
     KV_MISS = "kv_miss"
+    SESSION_KEPT = "session_kept"
+    """The session's last request went to this worker, and no other one costs noticeably less."""
     KV_APPROXIMATE = "kv_approximate"
     """The prompt's token ids are unknown, so the route history decided."""
     NO_PROMPT = "no_prompt"
@@ -250,6 +255,10 @@ class RouteQuery(Struct, frozen=True, gc=False):
     """Why `exact` is empty although the strategy needs it."""
     hands_over: bool = False
     """Whether one worker may compute the prompt and another one the answer. Read if workers have roles."""
+    session_worker: WorkerId | None = None
+    """The worker of the session's last request (`routing.sessions`); None if it is not known."""
+    parent_session: str | None = None
+    """The key of the session that began this one, if the client names it."""
 
 
 class CostTerms(NamedTuple):

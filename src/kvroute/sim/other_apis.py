@@ -11,7 +11,7 @@ import msgspec
 from kvroute.sim.completions import PreparedChat, prepare, stream
 from kvroute.sim.engine import Generation
 from kvroute.sim.http import JSON, SSE, ApiError, Call, ExchangeEnded
-from kvroute.sim.prompts import Choice, sampling
+from kvroute.sim.prompts import BILLING_HEADER, Choice, sampling
 from kvroute.sim.worker import SimWorker, StoredResponse, kept_params
 
 _json = msgspec.json.Encoder().encode
@@ -149,13 +149,18 @@ def _stop_reason(chat: PreparedChat) -> tuple[str, str | None]:
 def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a body of /v1/messages to a chat request, as vLLM does."""
     messages: list[Any] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": body["system"]})
+    if system := _without_billing(body.get("system")):
+        messages.append({"role": "system", "content": system})
     given = body.get("messages")
     if not isinstance(given, list):
         kind = "missing" if given is None else "list_type"
         raise ApiError.validation(kind, "body.messages", "Input should be a valid list")
     for message in given:
+        if isinstance(message, dict) and message.get("role") == "system":
+            content = message.get("content")
+            kept = _without_billing([content] if isinstance(content, str) else content)
+            messages += [{**message, "content": kept}] if kept else []
+            continue
         messages += _chat_messages(message) if isinstance(message, dict) else [message]
     chat: dict[str, Any] = {"messages": messages}
     tools = body.get("tools")
@@ -171,6 +176,18 @@ def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
             named if choice_kind == "tool" else "required" if choice_kind == "any" else choice_kind
         )
     return chat
+
+
+def _without_billing(system: Any) -> Any:
+    """A system prompt without the blocks that begin with a client's billing header."""
+    if not isinstance(system, list):
+        return system
+    texts = [block.get("text") if isinstance(block, dict) else block for block in system]
+    return [
+        block
+        for block, text in zip(system, texts, strict=True)
+        if not (isinstance(text, str) and text.startswith(BILLING_HEADER))
+    ]
 
 
 def _chat_function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def chat_tokens(
     for message in messages:
         ids.append(IM_START)
         ids += encode(f"{message['role']}\n")
-        _content(ids, message.get("content"))
+        content = message.get("content")
+        _content(ids, _without_billing_lines(content) if message["role"] == "system" else content)
         for call in message.get("tool_calls") or ():
             ids += encode(json.dumps(call.get("function"), ensure_ascii=False, sort_keys=True))
         ids.append(IM_END)
@@ -127,6 +128,26 @@ def chat_tokens(
         ids.append(IM_START)
         ids += encode("assistant\n")
     return ids
+
+
+BILLING_HEADER = "x-anthropic-billing-header"
+
+
+def _without_billing_lines(content: Any) -> Any:
+    """A system message's content without each first line that is a client's billing header."""
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(BILLING_HEADER) else content
+    if content is None:
+        return None
+    kept: list[Any] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str) and text.startswith(BILLING_HEADER):
+            rest = text.partition("\n")[2]
+            kept += ([{**part, "text": rest}] if isinstance(part, dict) else [rest]) if rest else []
+        else:
+            kept.append(part)
+    return kept
 
 
 def _content(ids: array[int], content: Any) -> None:

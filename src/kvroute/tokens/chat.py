@@ -14,11 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
+from kvroute.openai.shown import NEWEST_RULE, BillingRule, without_billing
 from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
-
-_BILLING_LINE = "x-anthropic-billing-header"
-"""The start of a line that one client puts before its system prompt, different each time; vLLM drops it."""
 
 # Part type -> field with its text. vLLM skips a part of the first two types if its text is null.
 _TEXT_FIELDS = {
@@ -43,7 +41,7 @@ _PART_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """The workers' command-line flags that change prompts."""
+    """The workers' command-line flags and their release, as far as these change prompts."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """--default-chat-template-kwargs"""
@@ -51,6 +49,8 @@ class EngineFlags:
     """--chat-template-content-format"""
     tools_dropped_for_none: bool = False
     """--exclude-tools-when-tool-choice-none"""
+    billing: BillingRule = NEWEST_RULE
+    """The rule of the workers' release."""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -174,10 +174,10 @@ def refuse_media(messages: Sequence[Any]) -> None:
                 _part(part, "string")
 
 
-def render_chat(chat: Chat, template: ChatTemplate) -> str:
+def render_chat(chat: Chat, template: ChatTemplate, flags: EngineFlags | None = None) -> str:
     """The rendered text of a chat. Raises Inexact."""
-    form = template.content_format
-    messages = [_message(message, form) for message in objects(chat.messages)]
+    form, drops_billing = template.content_format, flags is None or flags.billing.lines
+    messages = [_message(message, form, drops_billing) for message in objects(chat.messages)]
     if not template.knows_developer and "developer" in [message["role"] for message in messages]:
         messages = _without_developer(messages)
     kwargs = dict(chat.kwargs)
@@ -191,7 +191,7 @@ def render_chat(chat: Chat, template: ChatTemplate) -> str:
     )
 
 
-def _message(message: Message, form: ContentFormat) -> Message:
+def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise Inexact(TokensReason.UNREADABLE)
@@ -201,7 +201,7 @@ def _message(message: Message, form: ContentFormat) -> Message:
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise Inexact(TokensReason.UNREADABLE)
-    if role == "system":
+    if role == "system" and drops_billing:
         parts = _without_billing(parts)
     # Neither a missing nor an empty text becomes a line.
     seen = [part for part in (_part(part, form) for part in parts) if part]
@@ -267,10 +267,9 @@ def _without_billing(parts: list[Any]) -> list[Any]:
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part.get("text") if is_text else part
-        if isinstance(text, str) and text.startswith(_BILLING_LINE):
-            rest = text.partition("\n")[2]
-            if rest:
-                kept.append({**part, "text": rest} if is_text else rest)
+        if isinstance(text, str) and (shown := without_billing(text, whole=False)) is not text:
+            if shown:
+                kept.append({**part, "text": shown} if is_text else shown)
         else:
             kept.append(part)
     return kept

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ import msgspec
 
 from kvroute.openai.request import InferenceRequest
 from kvroute.openai.rewriting import with_model
+from kvroute.openai.shown import BillingRule
 from kvroute.tokens.chat import Chat, EngineFlags, refuse_media
 from kvroute.tokens.conversations import Conversations
 from kvroute.tokens.encoders import SegmentCache, compare, sample_requests
@@ -76,16 +77,19 @@ class RemoteTokenizer:
         url: str,
         endpoint: RemoteEndpoint = RemoteEndpoint.TOKENIZE,
         timeout_s: float | None = None,
+        billing: BillingRule | None = None,
     ) -> tuple[TokenIds, ...]:
         """The token ids of the request's prompts, in order. Raises Inexact: LATE after `timeout_s`.
 
-        `model` is the model's name on the worker at `url`.
+        `model` is the model's name on the worker at `url`, `billing` the rule of its release (default: that
+        of the flags).
         """
+        flags = self._flags if billing is None else replace(self._flags, billing=billing)
         try:
             async with asyncio.timeout(timeout_s):
                 if endpoint is RemoteEndpoint.RENDER and request.endpoint.path in _RENDERED:
                     return await self._render(request, model, url)
-                prompt = read(request, self._flags, lambda _: None)
+                prompt = read(request, flags, lambda _: None)
                 if request.endpoint.path == "/v1/responses":
                     _refuse_tool_calls(prompt)
                 return await self._tokenize_all(prompt, model, url)
@@ -307,6 +311,7 @@ class ExactTokens:
         self._allow_fastokens = allow_fastokens
         self._sources: dict[str, TokenSource] = {}
         self._local: dict[str, LocalTokenizer] = {}
+        self._billing: dict[str, BillingRule] = {}
 
     @property
     def sources(self) -> Mapping[str, TokenSource]:
@@ -317,13 +322,18 @@ class ExactTokens:
         source = self._sources.get(model)
         return source is not None and source.mode is Mode.REMOTE
 
-    async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
+    async def prepare(
+        self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None = None
+    ) -> TokenSource:
         """Choose the source of `model` by sample requests to the worker at `url`.
+
+        `billing` is the rule of the worker's release.
 
         The first that works: the files in `folder`, if they give the worker's ids for every sample that it
         answers; the worker's render endpoints; its `/tokenize`; no source. Call it again when workers change,
         or when no worker answered. Takes seconds for a large vocabulary; requests are served meanwhile.
         """
+        self._billing[model] = billing or self._flags.billing
         local, why = await self._verified_local(model, folder, url)
         if local is not None:
             library = local.files.encoder
@@ -365,7 +375,12 @@ class ExactTokens:
             else:
                 endpoint = RemoteEndpoint(source.through)
                 ids = await self._remote.prompts(
-                    request, model=model, url=url, endpoint=endpoint, timeout_s=timeout_s
+                    request,
+                    model=model,
+                    url=url,
+                    endpoint=endpoint,
+                    timeout_s=timeout_s,
+                    billing=self._billing.get(model),
                 )
         except Exception as error:  # noqa: BLE001 - without ids the choice is worse, but no request fails
             return _reason(model, error)
@@ -383,7 +398,8 @@ class ExactTokens:
         except Inexact as error:
             return None, f"the model's files could not be read: {error.reason}"
         share = self._cache_bytes // 2
-        local = LocalTokenizer(files, SegmentCache(share), self._flags, Conversations(share))
+        flags = replace(self._flags, billing=self._billing[model])
+        local = LocalTokenizer(files, SegmentCache(share), flags, Conversations(share))
 
         async def ours(request: InferenceRequest) -> tuple[Sequence[int], ...]:
             return await self._threads.run_long(local.prompts, request)
@@ -422,7 +438,12 @@ class ExactTokens:
     ) -> tuple[Sequence[int], ...]:
         timeout_s = self._check_timeout_s
         return await self._remote.prompts(
-            request, model=model, url=url, endpoint=endpoint, timeout_s=timeout_s
+            request,
+            model=model,
+            url=url,
+            endpoint=endpoint,
+            timeout_s=timeout_s,
+            billing=self._billing.get(model),
         )
 
 

@@ -244,7 +244,7 @@ class LocalTokenizer:
 
     def text_of(self, chat: Chat) -> str:
         """The rendered text of a chat."""
-        return render_chat(chat, self._template(chat))
+        return render_chat(chat, self._template(chat), self._flags)
 
     def _template(self, chat: Chat) -> ChatTemplate:
         template = self._files.template(chat.tools is not None)
@@ -303,7 +303,11 @@ class LocalTokenizer:
         if template.content_format == "string" and (plain := template.between(chat.messages)) is not None:
             return self._encode_and_store(known, mark, request, known.carry + plain + known.tail, known)
         # Render the new messages alone: their text is between the same head and tail as in the whole chat.
-        text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
+        text = (
+            render_chat(chat, template, self._flags)
+            if chat.messages
+            else "".join(template.around(**_arguments(chat)))
+        )
         return self._encode_and_store(known, mark, request, known.carry + text[known.head :], known)
 
     def _encode_and_store(

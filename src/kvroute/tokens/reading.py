@@ -16,11 +16,11 @@ import msgspec
 
 from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, separators
 from kvroute.openai.request import InferenceRequest
+from kvroute.openai.shown import without_billing
 from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, objects, template_kwargs, tool_schema
 from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
 
-_BILLING_LINE = "x-anthropic-billing-header"
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
@@ -31,8 +31,11 @@ def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: Chat
     Inexact.
     """
     turns = objects(body.get("messages"))
-    system = [text for text in _system_texts(body.get("system")) if text]
-    later = [text for turn in turns if turn.get("role") == "system" for text in [_joined(turn)] if text]
+    drops = flags.billing.blocks
+    system = [text for text in _system_texts(body.get("system"), drops) if text]
+    later = [
+        text for turn in turns if turn.get("role") == "system" for text in [_joined(turn, drops)] if text
+    ]
     if later and template is None:
         raise Inexact(TokensReason.UNSUPPORTED)
     moved = template is not None and template.wants_system_first
@@ -43,7 +46,7 @@ def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: Chat
         messages.append({"role": "system", "content": "".join(system)})
     for turn in turns:
         if turn.get("role") == "system":
-            if not moved and (text := _joined(turn)):
+            if not moved and (text := _joined(turn, drops)):
                 messages.append({"role": "system", "content": text})
         else:
             messages.extend(_turn(turn))
@@ -88,28 +91,32 @@ def _least_effort(template: ChatTemplate) -> str:
     return "low" if none is None or any(probe(effort) == none for effort in _EFFORTS) else "none"
 
 
-def _system_texts(system: Any) -> Iterator[str]:
+def _system_texts(system: Any, drops_billing: bool) -> Iterator[str]:
     if isinstance(system, str):
         yield system
     elif system is not None:
-        yield from _block_texts(system)
+        yield from _block_texts(system, drops_billing)
 
 
-def _block_texts(blocks: Any) -> Iterator[str]:
+def _block_texts(blocks: Any, drops_billing: bool) -> Iterator[str]:
     for block in objects(blocks):
         if block.get("type") in ("tool_addition", "tool_removal"):
             raise Inexact(TokensReason.UNSUPPORTED)
         text = block.get("text")
-        if block.get("type") == "text" and isinstance(text, str) and not text.startswith(_BILLING_LINE):
-            yield text
+        if block.get("type") == "text" and isinstance(text, str):
+            yield _shown(text, drops_billing)
 
 
-def _joined(turn: Message) -> str:
+def _joined(turn: Message, drops_billing: bool) -> str:
     """The text of a system message within a conversation."""
     content = turn.get("content")
     if isinstance(content, str):
-        return "" if content.startswith(_BILLING_LINE) else content
-    return "".join(_block_texts(content))
+        return _shown(content, drops_billing)
+    return "".join(_block_texts(content, drops_billing))
+
+
+def _shown(text: str, drops_billing: bool) -> str:
+    return (without_billing(text, whole=True) or "") if drops_billing else text
 
 
 def _turn(turn: Message) -> Iterator[Message]:

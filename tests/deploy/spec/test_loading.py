@@ -343,7 +343,13 @@ CLASSIC = {"x-kvroute.lmcache.mode": "classic"}
         ({"spec.kvCacheSpec": None, "x-kvroute.lmcache.mode": "mp"}, "x-kvroute.lmcache"),
         (CLASSIC | {"x-kvroute.lmcache.servers": "per-node"}, "x-kvroute.lmcache.servers"),
         (CLASSIC | {"x-kvroute.l2.prefetchPolicy": "default"}, "x-kvroute.l2.prefetchPolicy"),
-        ({"x-kvroute.routing.sessionKeys": ["body:user"]}, "x-kvroute.routing.sessionKeys"),
+        (
+            {
+                "spec.intelligentRoutingSpec.routingStrategy": "roundrobin",
+                "x-kvroute.routing.sessionKeys": ["body:user"],
+            },
+            "x-kvroute.routing.sessionKeys",
+        ),
         ({"spec.intelligentRoutingSpec.enabled": False}, "spec.intelligentRoutingSpec.routingStrategy"),
         ({"x-kvroute.engine": "sim", "spec.worker.args": ["-v"]}, "spec.worker.args"),
         ({"x-kvroute.gateway.replicas": 2}, "x-kvroute.gateway.replicas"),

@@ -48,9 +48,10 @@ def test_the_strategy_is_the_specs_once_routing_is_on(block, strategy, own, load
     assert loaded(own({ROUTING: block})).routing.strategy == strategy
 
 
-def test_session_keys_and_options_reach_the_strategy(own, loaded):
+@pytest.mark.parametrize("strategy", ["session", "prefixaware", "kvaware"])
+def test_session_keys_and_options_reach_the_strategy(strategy, own, loaded):
     routing = {"sessionKeys": ["cookie:sid"], "options": {"session": {"epsilon": 0.75}}}
-    config = loaded(own({f"{ROUTING}.routingStrategy": "session", "x-kvroute.routing": routing}))
+    config = loaded(own({f"{ROUTING}.routingStrategy": strategy, "x-kvroute.routing": routing}))
 
     assert config.routing.session.keys == ("cookie:sid",) or list(config.routing.session.keys) == [
         "cookie:sid"

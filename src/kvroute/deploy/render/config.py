@@ -48,7 +48,7 @@ def gateway_config(
         if limits.max_queue_size is not None:
             each = limits.max_concurrent_requests + limits.max_queue_size
             server["max_in_flight"] = each * max(1, len(site.workers))
-    if needs_of(plan.strategy) is Needs.SESSION_KEY and routing.session_keys:
+    if needs_of(plan.strategy) is not Needs.NOTHING and routing.session_keys:
         config["routing"]["session"] = {"keys": list(routing.session_keys)}
     if secrets:
         config["logging"] = {"format": "json"}

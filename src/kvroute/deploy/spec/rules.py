@@ -316,7 +316,9 @@ def _routing(document: WorkerDocument, strategies: Collection[str]) -> Iterator[
         if given and "routing_strategy" in routing.model_fields_set:
             yield _noted(path, "intelligentRoutingSpec.enabled is not true")
         if document.x_kvroute.routing.session_keys:
-            yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
+            yield _noted(
+                ("x-kvroute", "routing", "sessionKeys"), "intelligentRoutingSpec.enabled is not true"
+            )
         return
     endpoint = document.spec.invocation_endpoint
     if _reads_caches(routing) and "chat" in endpoint:
@@ -325,11 +327,8 @@ def _routing(document: WorkerDocument, strategies: Collection[str]) -> Iterator[
             f"the gateway serves chat with {routing.routing_strategy} like every OpenAI path;"
             " HyperPod refuses this combination",
         )
-    if (
-        needs_of(routing.routing_strategy) is not Needs.SESSION_KEY
-        and document.x_kvroute.routing.session_keys
-    ):
-        yield _noted(("x-kvroute", "routing", "sessionKeys"), "the strategy is not session")
+    if needs_of(routing.routing_strategy) is Needs.NOTHING and document.x_kvroute.routing.session_keys:
+        yield _noted(("x-kvroute", "routing", "sessionKeys"), f"{routing.routing_strategy} knows no sessions")
 
 
 def _reads_caches(routing: IntelligentRouting) -> bool:

@@ -11,6 +11,7 @@ from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
 from kvroute.routing.cost import CostModel, TierLoad, discounted, matched_tokens
+from kvroute.routing.sessions import keep_session
 from kvroute.routing.strategy import (
     CachePlace,
     Candidate,
@@ -96,6 +97,8 @@ class KvAware:
             return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), _best_ranks(ranks))
         # One target per worker: there are no ranks to choose from.
         ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, predicted)
+        if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
+            return RouteDecision(self.name, RouteReason.SESSION_KEPT, ranking)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:

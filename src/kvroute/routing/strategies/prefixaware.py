@@ -11,11 +11,13 @@ from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel, discounted, matched_tokens
+from kvroute.routing.sessions import keep_session
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
 _NAME = "prefixaware"
 # To read an enum member through its class costs 80 ns (CPython 3.11), a module constant almost nothing.
+_KEPT = RouteReason.SESSION_KEPT
 _HIT, _SPILL, _MISS = RouteReason.PREFIX_HIT, RouteReason.PREFIX_SPILL, RouteReason.PREFIX_MISS
 
 
@@ -37,7 +39,8 @@ class PrefixAwareOptions(Options):
 
 
 class PrefixAware:
-    """Ranks workers by cost, with matched tokens from the route history. Stateless; implements `Strategy`."""
+    """Ranks workers by cost, with matched tokens from the route history; a session breaks ties
+    (`keep_session`). Stateless; implements `Strategy`."""
 
     name: ClassVar[str] = _NAME
     needs: ClassVar[Needs] = Needs.PROMPT
@@ -64,6 +67,8 @@ class PrefixAware:
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads, predicted)
+        if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
+            return RouteDecision(_NAME, _KEPT, ranking)
         most = max(matched)
         if not most:
             return RouteDecision(_NAME, _MISS, ranking)

@@ -30,13 +30,26 @@ class SessionOptions(Options):
     keys: tuple[str, ...] = option(
         (
             "header:x-session-id",
+            "header:x-claude-code-session-id",
+            "header:session-id",
+            "header:session_id",
+            "header:x-session-affinity",
+            "header:x-opencode-session",
+            "header:x-dynamo-session-id",
+            "header:x-smg-routing-key",
+            "header:x-session-token",
             "cookie:session_id",
             "body:prompt_cache_key",
+            "body:conversation",
+            "body:conversation.id",
+            "body:metadata.session_id",
+            "embedded:metadata.user_id",
             "body:previous_response_id",
             "body:user",
-            "body:metadata.session_id",
         ),
-        "Sources of the session key, in this order: `header:NAME`, `cookie:NAME` or `body:FIELD`.",
+        "Sources of the session key, in this order: `header:NAME`, `cookie:NAME`, `body:FIELD`, or "
+        "`embedded:FIELD`: the session id within a text of the body, which is JSON with `session_id` or ends "
+        "with `_session_ID` (Claude Code's `metadata.user_id`). Every strategy but `roundrobin` reads them.",
     )
     epsilon: float = option(
         0.25,

@@ -1,0 +1,95 @@
+"""Remembers the worker of each session's last request, and keeps a session there if that costs little. Pure.
+
+For the strategies that rank by cost. What a worker holds of a prompt decides there; the session only breaks
+ties. It matters when the prompt itself says nothing: a session whose beginning its client has replaced by a
+summary ("compacted") shares with its worker what it shares with all. Its older blocks are there, and the
+client may return to them. No token is counted as held for a session's sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from kvroute.fleet.worker import WorkerId
+from kvroute.lru import Lru
+from kvroute.routing.cost import Ranking
+from kvroute.routing.cost_parameters import Costs
+from kvroute.routing.strategy import RouteQuery
+
+KEEP_SHARE: Final = 0.1
+"""A session stays on its worker for at most this share of the prefill of its whole prompt. A worker that
+holds more of the prompt than that, or has that much less to do, gets the request."""
+
+
+class SessionWorkers:
+    """Session -> the worker of its last request, for the most recently used `remembered` sessions (about 150
+    bytes each).
+
+    Mutable: `Router.dispatch` and the messages of peers add to it. Sessions are stored as hashes.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self._workers = Lru[int, WorkerId](remembered)
+        self._models = set[str]()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def worker(self, model: str, session_key: str) -> WorkerId | None:
+        """The worker of the session's last request for the model; None if it is not known. It may have
+        left."""
+        return self._workers.peek(session_hash(model, session_key))
+
+    def sent(self, model: str, session_key: str, worker: WorkerId) -> None:
+        """A request of the session was sent to the worker."""
+        self._models.add(model)
+        self._workers.put(session_hash(model, session_key), worker)
+
+    def learn(self, model: str, sessions: Iterable[int], worker: WorkerId) -> None:
+        """A peer has sent requests of these sessions, by their hashes, to the worker."""
+        self._models.add(model)
+        for each in sessions:
+            self._workers.put(each, worker)
+
+    def forget(self, session_key: str) -> bool:
+        """Drop a session, whatever its model; False if it had no worker."""
+        dropped = [self._workers.pop(session_hash(model, session_key)) for model in self._models]
+        return any(each is not None for each in dropped)
+
+    def latest(self, number: int) -> tuple[list[str], list[tuple[int, WorkerId]]]:
+        """The models, and the most recent `number` sessions with their workers, the oldest first."""
+        return sorted(self._models), list(self._workers.items())[-number:]
+
+    def adopt(self, models: Iterable[str], sessions: Iterable[tuple[int, WorkerId]]) -> None:
+        """Take over what another process has in `latest`, except sessions that this one has seen itself."""
+        self._models.update(models)
+        for session, worker in sessions:
+            if session not in self._workers:
+                self._workers.put(session, worker)
+
+
+def session_hash(model: str, session_key: str) -> int:
+    """The hash of a model's session: the same in every process."""
+    return xxh3_64_intdigest(f"{model}\0{session_key}".encode("utf-8", "surrogatepass"))
+
+
+def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
+    """Put the session's worker first if it costs hardly more than the first one. Returns whether it did.
+
+    `query.session_worker` must not be None. O(workers).
+    """
+    workers, rows, *_ = ranking.columns
+    wanted, first = query.session_worker, ranking.first_place
+    place = next((place for place, worker in enumerate(workers) if worker.spec.id == wanted), first)
+    if place == first:
+        return False
+    best = rows[first][0]
+    tie_s = best * costs.tie_share + costs.tie_s
+    keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
+    if rows[place][0] - best > max(tie_s, keep_s):
+        return False
+    ranking.put_first(workers[place])
+    return True
