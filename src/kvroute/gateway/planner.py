@@ -55,8 +55,8 @@ routing has computed anyway, replaces the hash of everything before it."""
 class RequestPlan(Struct, eq=False, gc=False):
     """The routing decision for one request and the bytes to send. Immutable.
 
-    `model` is the name that workers use, `target` the path and query as received; `stores_response` and
-    `errors` are those of the endpoint.
+    `model` is the name that workers use, `target` the path and query as received; `stores_response`,
+    `errors` and `preamble` are those of the endpoint.
     """
 
     method: bytes
@@ -76,6 +76,7 @@ class RequestPlan(Struct, eq=False, gc=False):
     """Set if the decision has a handover, whose legs need other bodies."""
     has_roles: bool = False
     """Whether the fleet has roles: then clients must not see the `kv_transfer_params` of answers."""
+    preamble: frozenset[str] = frozenset()
 
     def body_for(self, worker: WorkerId) -> bytes:
         """The body to send to `worker`."""
@@ -233,6 +234,7 @@ class Planner:
             is_isolated,
             None if decision.handover is None else request,
             has_roles,
+            endpoint.preamble,
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:

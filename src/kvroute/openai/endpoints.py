@@ -39,6 +39,7 @@ class Endpoint:
 
     `fills_kv_cache`: the engine computes KV for the prompt, so routing reads the prompt.
     `stores_response`: the worker stores the answer under its ID, and requests that continue it must go there.
+    `preamble`: the types of the events of a stream that engines may send before the first token.
     `limits`: the members that limit the length of an answer. Only prompts of endpoints with such members are
     computed by another worker (`openai.kv_transfer`).
     """
@@ -51,6 +52,7 @@ class Endpoint:
     errors: ErrorShape = ErrorShape.OPENAI
     isolation: Isolation = Isolation.SALT_AND_TAG
     limits: tuple[str, ...] = ()
+    preamble: frozenset[str] = frozenset()
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
@@ -69,8 +71,15 @@ _ROWS = (
         stores_response=True,
         errors=ErrorShape.RESPONSES,
         limits=("max_output_tokens",),
+        preamble=frozenset({"response.created", "response.in_progress", "response.queued"}),
     ),
-    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC, limits=("max_tokens",)),
+    Endpoint(
+        "/v1/messages",
+        "Anthropic Messages API",
+        errors=ErrorShape.ANTHROPIC,
+        limits=("max_tokens",),
+        preamble=frozenset({"message_start", "ping"}),
+    ),
     Endpoint(
         "/v1/messages/count_tokens",
         "Token count of an Anthropic message list",
