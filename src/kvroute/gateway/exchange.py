@@ -507,7 +507,7 @@ class Exchange(Struct, eq=False):
         if usage is not None:
             deps, plan = self._deps, self._plan
             self._record.usage = usage
-            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            deps.estimator.observe(plan.canonical, plan.prompts, usage.prompt_tokens)
             if usage.cached_tokens is not None or deps.audit.wants_all_answers:
                 deps.audit.answered(plan, candidate, usage)
 

@@ -485,7 +485,7 @@ class HandoverExchange(Exchange, kw_only=True):
             deps, plan = self._deps, self._plan
             # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
             self._record.usage = Usage(usage.prompt_tokens, None, usage.completion_tokens)
-            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            deps.estimator.observe(plan.canonical, plan.prompts, usage.prompt_tokens)
             deps.audit.fetched(plan, candidate, progress.moved_tokens)
 
 
