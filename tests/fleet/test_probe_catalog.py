@@ -136,3 +136,56 @@ def test_a_model_that_no_worker_described_gets_a_plain_card() -> None:
     assert catalog.cards == (
         {"id": "m", "object": "model", "created": 123, "owned_by": "kvroute", "root": "m", "parent": None},
     )
+
+
+def card(name: str, root: str | None = "/opt/ml/model", parent: str | None = None) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 1, "root": root, "parent": parent}
+
+
+CANONICAL = {
+    "names of one worker": ([["a", "b", "c"]], {"b": "a", "c": "a"}),
+    "the first of the list, whatever the alphabet": ([["z", "y"]], {"y": "z"}),
+    "the name that most workers have": ([["a", "b"], ["b"]], {"a": "b"}),
+    "workers that share a name": ([["a", "b"], ["b", "c"]], {"a": "b", "c": "b"}),
+    "equal roots without a shared name": ([["a"], ["b"]], {}),
+    "two models with equal roots": ([["a", "a2"], ["b", "b2"]], {"a2": "a", "b2": "b"}),
+}
+
+
+@pytest.mark.parametrize(("lists", "expected"), CANONICAL.values(), ids=CANONICAL)
+def test_the_names_of_one_model_have_one_canonical_name(
+    lists: list[list[str]], expected: dict[str, str]
+) -> None:
+    workers = [worker(str(place), *map(card, names)) for place, names in enumerate(lists)]
+
+    for order in (workers, workers[::-1]):
+        catalog = catalog_of(order, {})
+
+        assert catalog.canonical == expected
+        assert set(catalog.bases) == {name for names in lists for name in names} - set(expected)
+
+
+def test_a_common_name_of_models_with_different_roots_joins_none_of_them() -> None:
+    one = worker("a", card("llama", "/llama"), card("default", "/llama"))
+    two = worker("b", card("qwen", "/qwen"), card("default", "/qwen"), card("qwen-3", "/qwen"))
+
+    assert catalog_of([one, two], {}).canonical == {"qwen-3": "qwen"}
+
+
+def test_one_model_may_have_different_roots_on_different_machines() -> None:
+    one = worker("a", card("llama", "/llama"), card("default", "/llama"))
+    two = worker("b", card("llama", "org/llama"), card("default", "org/llama"))
+
+    assert catalog_of([one, two], {}).canonical == {"default": "llama"}
+
+
+def test_a_name_with_options_of_its_own_is_the_canonical_one() -> None:
+    workers = [worker("a", card("llama"), card("default"))]
+
+    assert catalog_of(workers, {}, configured_names={"default"}).canonical == {"llama": "default"}
+
+
+def test_adapters_and_cards_without_a_root_are_models_of_their_own() -> None:
+    cards = (card("base"), card("sql", parent="base"), card("x", None), card("y", None))
+
+    assert catalog_of([worker("a", *cards)], {}).canonical == {}

@@ -36,6 +36,9 @@ class Workers:
     def is_remote(self, model: str) -> bool:
         return True
 
+    def canonical(self, model: str) -> str:
+        return model
+
     def view(self, model: str) -> Any:
         workers = [
             SimpleNamespace(spec=SimpleNamespace(url=url), facts=SimpleNamespace(adapters=()))
@@ -44,7 +47,13 @@ class Workers:
         return SimpleNamespace(workers=workers)
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        model: str,
+        url: str,
+        timeout_s: float | None = None,
+        name: str = "",
     ) -> ExactPrompts | TokensReason:
         self.asked.append(url)
         self.deadlines_s.append(timeout_s)
@@ -132,7 +141,13 @@ class Quick(Workers):
         return self.answer
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        model: str,
+        url: str,
+        timeout_s: float | None = None,
+        name: str = "",
     ) -> ExactPrompts | TokensReason:
         assert self.answer is not None
         return self.answer

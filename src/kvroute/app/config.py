@@ -70,6 +70,11 @@ class Config(Options):
     tracing: TracingOptions = option(default_factory=TracingOptions)
     sharing: SharingOptions = option(default_factory=SharingOptions)
 
+    @property
+    def configured_names(self) -> frozenset[str]:
+        """Names of models with options of their own."""
+        return frozenset(self.routing.models) | frozenset(self.tokens.models)
+
     @model_validator(mode="after")
     def _refuse_client_keys_as_admin_keys(self) -> Config:
         if {key.get_secret_value() for key in self.server.api_keys} & set(self.admin.keys):

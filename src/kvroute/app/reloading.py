@@ -273,8 +273,9 @@ def apply_changes(before: Config, config: Config, services: Services) -> None:
     """Bring the services from `before` to `config`, which differs only in options of `RELOADABLE`."""
     server, fleet, upstream, plane = config.server, config.fleet, config.upstream, services.plane
     configure(config.logging)
-    if fleet.aliases != before.fleet.aliases:
-        services.fleet.set_aliases(fleet.aliases)
+    names = fleet.aliases, config.configured_names
+    if names != (before.fleet.aliases, before.configured_names):
+        services.fleet.set_names(*names)
     if fleet.health != before.fleet.health:
         services.health.configure(fleet.health)
     if plane.queue is not None:

@@ -117,7 +117,9 @@ class Runtime:
             in_force or InForce.at_start(config, "code", clock), self.metrics, counts=is_first
         )
         self.descriptors = DescriptorLimit(clock, self.metrics)
-        self.fleet = Fleet(config.fleet.aliases, created=int(clock.wall()))
+        self.fleet = Fleet(
+            config.fleet.aliases, created=int(clock.wall()), configured_names=config.configured_names
+        )
         self._isolation = KeySpaces(
             self.fleet,
             adapters=config.lmcache.isolate_adapters,
@@ -509,9 +511,9 @@ class Runtime:
         ]
 
     def _token_timeout_s(self, model: str, body_bytes: int) -> float:
-        tokens = round(body_bytes / self._estimator.bytes_per_token(model))
-        workers = len(self.fleet.view(model).workers)
-        return token_timeout_s(tokens, workers, self.router.costs(model), self._token_wait_limits)
+        canonical, workers = self.fleet.canonical(model), len(self.fleet.view(model).workers)
+        tokens = round(body_bytes / self._estimator.bytes_per_token(canonical))
+        return token_timeout_s(tokens, workers, self.router.costs(canonical), self._token_wait_limits)
 
     def _slot_removed(self, slot: int) -> None:
         self.router.slot_left(slot)

@@ -192,6 +192,14 @@ _SIM_DEFAULTS = SimOptions()
 @click.option("--host", default=_SIM_DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=8101, show_default=True, help="Port to listen on; 0 chooses a free one.")
 @click.option("--model", "models", multiple=True, help="Served model name; repeat for more names.")
+@click.option(
+    "--served-model-name",
+    "served_names",
+    multiple=True,
+    metavar="NAME...",
+    help="Names of the model, as for vLLM; `--model` is then the model that they stand for.",
+)
+@click.argument("more_names", nargs=-1, metavar="")
 @click.option("--lora", "loras", multiple=True, metavar="NAME=PARENT", help="LoRA adapter; repeatable.")
 @click.option(
     "--capacity-tokens", default=_SIM_DEFAULTS.capacity_tokens, show_default=True, help="KV cache size."
@@ -248,8 +256,21 @@ _SIM_DEFAULTS = SimOptions()
     show_default=True,
     help="Number of received requests, with bodies, that GET /sim/requests returns.",
 )
-def sim(models: tuple[str, ...], loras: tuple[str, ...], events: bool, **values: object) -> None:
+def sim(
+    models: tuple[str, ...],
+    served_names: tuple[str, ...],
+    more_names: tuple[str, ...],
+    loras: tuple[str, ...],
+    events: bool,
+    **values: object,
+) -> None:
     """Parse the flags and serve until SIGINT or SIGTERM."""
+    if more_names and not served_names:
+        raise click.UsageError(f"Got an unexpected argument ({more_names[0]}).")
+    if served_names:  # vLLM takes several values after one flag
+        if len(models) > 1:
+            raise click.UsageError("--served-model-name needs one --model at most.")
+        values["root"], models = "".join(models), served_names + more_names
     adapters = dict(item.partition("=")[::2] for item in loras)
     if "" in adapters or "" in adapters.values():
         raise click.UsageError("--lora takes NAME=PARENT.")

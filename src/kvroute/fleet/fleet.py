@@ -6,7 +6,7 @@ Several discovery sources and the admin API name workers; `DesiredWorkers` merge
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
@@ -182,13 +182,21 @@ class Fleet:
 
     Mutable: discovery and the admin API change membership and draining, the health monitor changes states
     and facts. `aliases` maps other names to models; `created` is the Unix time in the cards of models that no
-    worker has described. `view` and `resolve` cost one dict lookup each.
+    worker has described; `configured_names` are the models with options of their own. `view`, `resolve` and
+    `canonical` cost one dict lookup each.
     """
 
     # Used from the event loop only, and never across an await, so there are no locks.
 
-    def __init__(self, aliases: Mapping[str, str] | None = None, *, created: int = 0) -> None:
+    def __init__(
+        self,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        created: int = 0,
+        configured_names: Collection[str] = (),
+    ) -> None:
         self._aliases = dict(aliases or {})
+        self._configured_names = frozenset(configured_names)
         self.created = created
         self._desired = DesiredWorkers()
         self._workers: dict[WorkerId, Worker] = {}
@@ -223,16 +231,28 @@ class Fleet:
                 f"{error.message} {self.causes()}".rstrip(), param=error.param, retry_after_s=1
             ) from None
 
+    def canonical(self, model: str) -> str:
+        """The name that stands for all names of a model (as workers know it): see `canonical_names`."""
+        return self._catalog.canonical.get(model, model)
+
     def models(self) -> tuple[Mapping[str, object], ...]:
         """Cards for `/v1/models`: models, adapters, aliases. The last good cards of a failing worker stay."""
         return self._catalog.cards
 
     def view(self, model: str) -> FleetView:
-        """The routable workers of a resolved model name; may be empty. O(1), or O(workers) after a change."""
+        """The routable workers of a resolved model name; may be empty. O(1), or O(workers) after a change.
+
+        Names of one model have the view of its canonical name, if the same workers serve both.
+        """
         view = self._views.get(model)
         if view is None:
             routable = tuple(w for w in self.workers() if w.is_routable and w.serves(model))
-            view = FleetView(model, routable, self.version)
+            canonical = self.canonical(model)
+            shared = None if canonical == model else self.view(canonical)
+            if shared is not None and shared.workers == routable:
+                view = shared
+            else:
+                view = FleetView(model, routable, self.version)
             if routable:  # clients choose the names: only existing models may use memory
                 self._views[model] = view
         return view
@@ -285,9 +305,9 @@ class Fleet:
         """Call `listener` for every later change. Listeners are called in the order of subscription."""
         self._listeners.append(listener)
 
-    def set_aliases(self, aliases: Mapping[str, str]) -> None:
-        """Replace the other names for models."""
-        self._aliases = dict(aliases)
+    def set_names(self, aliases: Mapping[str, str], configured_names: Collection[str] = ()) -> None:
+        """Replace the other names for models, and the names of models with options of their own."""
+        self._aliases, self._configured_names = dict(aliases), frozenset(configured_names)
         self._changed()  # resolved names are kept by version
 
     def apply(self, source: str, specs: Iterable[WorkerSpec]) -> None:
@@ -525,7 +545,9 @@ class Fleet:
     def _changed(self, *changes: tuple[FleetChange, Worker]) -> None:
         self.version += 1
         self._views.clear()
-        self._catalog = catalog_of(self._workers.values(), self._aliases, self.created)
+        self._catalog = catalog_of(
+            self._workers.values(), self._aliases, self.created, self._configured_names
+        )
         self.has_roles = any(worker.role is not WorkerRole.BOTH for worker in self._workers.values())
         for change, worker in changes:
             self._notify(change, worker)

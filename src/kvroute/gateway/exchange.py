@@ -32,6 +32,7 @@ from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
 from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
+from kvroute.openai.preamble import MAX_PREAMBLE_BYTES, Preamble
 from kvroute.routing.audit import Audit, Prediction
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.reports import Reports
@@ -146,6 +147,8 @@ class PredictionAudit:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, None)
 
 
+_COMMENT = b":"
+"""The first byte of a comment in an event stream."""
 _WITHOUT_BODY = (204, 304)
 _DROPPED = HOP_BY_HOP | ANSWERED_HERE
 _DROPPED_WITHOUT_BODY = _DROPPED | {b"content-length"}
@@ -320,6 +323,12 @@ class Exchange(Struct, eq=False):
     _is_started: bool = False
     """The head of the answer went to the client: from now on no other worker can answer."""
     _is_event_stream: bool = False
+    _preamble: Preamble | None = None
+    """What the current response has sent before its first token; None if that is nothing."""
+    _read_parts: int = 0
+    """Parts of the response that `_preamble` has read."""
+    _awaits_token: bool = False
+    """The preamble was passed on, and the first token has not arrived."""
     _gaps: Spread | None = None
     """For an event stream: the histogram of the times between its chunks."""
     _write_framed: Callable[[bytes], None] | None = None
@@ -369,19 +378,41 @@ class Exchange(Struct, eq=False):
         if response is not self._attempts.response:
             return
         try:
+            parts = response.parts
             if self._is_started:
                 self._relay(response)
-            # The head waits for the first body byte: until then another worker can still answer.
-            elif response.parts or (response.is_over and response.error is None):
+            # The head waits for the first token: until then another worker can still answer.
+            elif parts and not (
+                (self._plan.preamble or parts[0].startswith(_COMMENT)) and self._holds_back(response)
+            ):
                 self._start_answer(response)
-            elif response.is_over:
+            elif response.error is not None:
+                self._preamble = None
                 self._attempts.retry_after_failure(self)
+            elif response.is_over:
+                self._start_answer(response)
         except GatewayError as error:
             self._fail(error)
         except Exception:
             # A defect must end this exchange only, and release its reservations.
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
+
+    def _holds_back(self, response: UpstreamResponse) -> bool:
+        """Whether only a preamble has arrived, and the answer goes on."""
+        if response.is_over and response.error is None:
+            return False
+        preamble = self._preamble
+        if preamble is None:
+            if response.status != 200 or not _answer_fields(response)[2]:
+                return False
+            self._preamble = preamble = Preamble(self._plan.preamble)
+            self._read_parts = 0
+        parts = response.parts
+        new, self._read_parts = parts[self._read_parts :], len(parts)
+        return preamble.lasts(new[0] if len(new) == 1 else b"".join(new)) and (
+            preamble.size <= MAX_PREAMBLE_BYTES
+        )
 
     def _start_answer(self, response: UpstreamResponse) -> None:
         """Relay the head and the first bytes, or the whole of an answer that is complete."""
@@ -396,7 +427,7 @@ class Exchange(Struct, eq=False):
         record.status = status
         if record.error:
             record.error = ""  # the retry counters have the errors of earlier attempts
-        record.first_byte = now = deps.now()
+        now = deps.now()
         fields, is_sized, is_event_stream = _answer_fields(response)
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             deps.owners.remember(response_id, candidate.worker.id)
@@ -404,8 +435,9 @@ class Exchange(Struct, eq=False):
         fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
         self._is_event_stream = record.streamed = is_event_stream
-        client = self._client
+        client, preamble = self._client, self._preamble
         if response.is_over and response.error is None:
+            record.first_byte = now
             parts = response.parts
             whole = parts[0] if len(parts) == 1 else b"".join(parts)
             client.answer(status, fields, whole, is_sized)
@@ -418,20 +450,28 @@ class Exchange(Struct, eq=False):
             client.start_relayed(status, fields, is_sized=is_sized)
             self._last = chunk = response.take()
             client.write(chunk)
-            if is_event_stream:
-                self._first_token_arrived(now)
+            if preamble is not None and not preamble.is_over:
+                self._awaits_token = True
+            else:
+                record.first_byte = now
+                if is_event_stream:
+                    self._first_token_arrived(now)
             if response.error is not None:
                 self._worker_failed(response.error)
                 return
             if client.is_paused:
                 response.pause()
-            if is_event_stream:
-                self._write_framed = write = client.framed_writer()
-                if write is not None:
-                    response.on_framed_chunk = self._on_framed_chunk
+            if is_event_stream and not self._awaits_token:
+                self._pass_frames(response)
+
+    def _pass_frames(self, response: UpstreamResponse) -> None:
+        """From now on pass on whole chunks as they come."""
+        self._write_framed = write = self._client.framed_writer()
+        if write is not None:
+            response.on_framed_chunk = self._on_framed_chunk
 
     def _first_token_arrived(self, now: float) -> None:
-        """The first event of a stream counts as the first token."""
+        """The first event of a stream that is no preamble counts as the first token."""
         self._attempts.first_token_arrived(now)
         plan = self._plan
         self._gaps = self._deps.metrics.gaps(plan.model, self._record.worker, plan.decision.strategy)
@@ -458,6 +498,8 @@ class Exchange(Struct, eq=False):
                 now = self._deps.now()
                 self._gaps.observe(now - self._last_chunk_at)
                 self._last_chunk_at = now
+        if self._awaits_token:
+            self._await_token(response, chunk)
         if response.is_over:
             if response.error is None:
                 client.finish(chunk)
@@ -473,6 +515,18 @@ class Exchange(Struct, eq=False):
         if client.is_paused:
             response.pause()
 
+    def _await_token(self, response: UpstreamResponse, chunk: bytes) -> None:
+        """Look for the first token in `chunk`; the end of a complete answer counts as one."""
+        preamble = self._preamble
+        assert preamble is not None
+        if preamble.lasts(chunk) and (not response.is_over or response.error is not None):
+            return
+        self._awaits_token = False
+        self._record.first_byte = now = self._deps.now()
+        self._first_token_arrived(now)
+        if not response.is_over:
+            self._pass_frames(response)
+
     def _report_last_usage(self) -> None:
         candidate = self._attempts.candidate
         if self._record.status == 200 and candidate is not None:
@@ -487,7 +541,7 @@ class Exchange(Struct, eq=False):
         if usage is not None:
             deps, plan = self._deps, self._plan
             self._record.usage = usage
-            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            deps.estimator.observe(plan.canonical, plan.prompts, usage.prompt_tokens)
             deps.audit.answered(plan, candidate, usage)
 
     def _worker_failed(self, error: UpstreamError) -> None:

@@ -457,7 +457,7 @@ class HandoverExchange(Exchange, kw_only=True):
         if legs.phase is _DECODE:
             status, parts, progress = response.status, response.parts, legs.progress
             has_failed = status >= 500 or (
-                self._plan.query.streamed and bool(parts) and parts[0].startswith(_ERROR_EVENTS)
+                self._plan.query.streamed and bool(parts) and self._begins_with_an_error(parts)
             )
             if has_failed and legs.retry_without_blocks(self):
                 return
@@ -466,6 +466,13 @@ class HandoverExchange(Exchange, kw_only=True):
                 self._deps.audit.audit.handed_over(self._record.worker, progress.moved_tokens)
             self._screen.lines = _lines(progress)
         Exchange._start_answer(self, response)
+
+    def _begins_with_an_error(self, parts: list[bytes]) -> bool:
+        """Whether the first event behind the preamble is an error."""
+        preamble = self._preamble
+        if preamble is None:
+            return parts[0].startswith(_ERROR_EVENTS)
+        return b"".join(parts)[preamble.token_at :].startswith(_ERROR_EVENTS)
 
     def _report_usage(self, candidate: Candidate, before_last: bytes, last: bytes) -> None:
         """See `Exchange`. The cached tokens of a second leg say nothing about the decode worker's cache."""
@@ -478,7 +485,7 @@ class HandoverExchange(Exchange, kw_only=True):
             deps, plan = self._deps, self._plan
             # vLLM 0.32 repeats those of the prefill worker there, older releases count the moved ones.
             self._record.usage = Usage(usage.prompt_tokens, None, usage.completion_tokens)
-            deps.estimator.observe(plan.model, plan.prompts, usage.prompt_tokens)
+            deps.estimator.observe(plan.canonical, plan.prompts, usage.prompt_tokens)
             deps.audit.fetched(plan, candidate, progress.moved_tokens)
 
 

@@ -244,7 +244,7 @@ class LiveFigures:
     def _saved_s(self, record: Record, cached_tokens: int) -> float:
         """Estimated prefill seconds that the cached tokens have saved."""
         tokens = record.tokens if record.usage is None else record.usage.prompt_tokens
-        costs = self._router.costs(record.model)
+        costs = self._router.costs(self._fleet.canonical(record.model))
         cached_tokens = min(cached_tokens, tokens)
         return costs.prefill_s(tokens, 0) - costs.prefill_s(tokens - cached_tokens, cached_tokens)
 

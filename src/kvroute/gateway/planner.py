@@ -55,8 +55,8 @@ routing has computed anyway, replaces the hash of everything before it."""
 class RequestPlan(Struct, eq=False, gc=False):
     """The routing decision for one request and the bytes to send. Immutable.
 
-    `model` is the name that workers use, `target` the path and query as received; `stores_response` and
-    `errors` are those of the endpoint.
+    `model` is the name that workers use, `target` the path and query as received; `stores_response`,
+    `errors` and `preamble` are those of the endpoint.
     """
 
     method: bytes
@@ -76,6 +76,9 @@ class RequestPlan(Struct, eq=False, gc=False):
     """Set if the decision has a handover, whose legs need other bodies."""
     has_roles: bool = False
     """Whether the fleet has roles: then clients must not see the `kv_transfer_params` of answers."""
+    preamble: frozenset[str] = frozenset()
+    canonical: str = "-"
+    """The name that stands for all names of the model (`Fleet.canonical`)."""
 
     def body_for(self, worker: WorkerId) -> bytes:
         """The body to send to `worker`."""
@@ -86,6 +89,7 @@ class _ModelFacts(NamedTuple):
     """What is equal for all requests for one name until the fleet changes."""
 
     model: str
+    canonical: str
     view: FleetView
     strategy: Strategy
     needs: Needs
@@ -179,7 +183,7 @@ class Planner:
         facts = self._models.get(requested) if self._version == self._fleet.version else None
         if facts is None:
             facts = self._resolve(requested)
-        model, view, strategy, needs, space, isolates, adapter, has_roles = facts
+        model, canonical, view, strategy, needs, space, isolates, adapter, has_roles = facts
         if requested is not None and model != requested:
             body = with_model(request, model)
         other_bodies, is_isolated = None, False
@@ -197,7 +201,7 @@ class Planner:
                 retry_after_s=1,
             )
         if self._allow_strategy_header:
-            strategy = self._strategy(model, headers)
+            strategy = self._strategy(model, canonical, headers)
             needs = strategy.needs
         session = None
         if needs is not _NOTHING or with_session:
@@ -207,11 +211,11 @@ class Planner:
         reads_prompt = needs is _PROMPT or needs is _TOKENS or has_roles
         prompts = prompts_of(request) if reads_prompt else ()
         if is_isolated:
-            space = CacheSpace(model, self._isolation.salt(request, model))
+            space = CacheSpace(canonical, self._isolation.salt(request, model))
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
-            space = CacheSpace(model, salt)
+            space = CacheSpace(canonical, salt)
         can_move = has_roles and self.hands_over and len(prompts) == 1 and can_hand_over(request)
-        query = self._query(request, space, now, prompts, session, prepared, can_move)
+        query = self._query(request, view.model, space, now, prompts, session, prepared, can_move)
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
@@ -232,6 +236,8 @@ class Planner:
             is_isolated,
             None if decision.handover is None else request,
             has_roles,
+            endpoint.preamble,
+            canonical,
         )
 
     def why_body_is_read(self, endpoint: Endpoint) -> str:
@@ -273,7 +279,7 @@ class Planner:
         if not self.may_need_tokens or not request.endpoint.fills_kv_cache or request.over:
             return None
         model = self._fleet.resolve(request.model)
-        strategy = self._strategy(model, headers)
+        strategy = self._strategy(model, self._fleet.canonical(model), headers)
         return model if strategy.needs is _TOKENS else None
 
     def forget_strategies(self) -> None:
@@ -285,24 +291,29 @@ class Planner:
             self._version = self._fleet.version
             self._models.clear()
         model = self._fleet.resolve(requested)
-        view = self._fleet.view(model)
-        strategy = self._router.strategy(model)
+        canonical, view = self._fleet.canonical(model), self._fleet.view(model)
+        strategy = self._router.strategy(self._configured(model, canonical))
         isolation = self._isolation
         facts = self._models[requested] = _ModelFacts(
             model,
+            canonical,
             view,
             strategy,
             strategy.needs,
-            CacheSpace(model),
+            CacheSpace(canonical),
             isolation.is_active,
             isolation.adapter(model),
             self._fleet.has_roles,
         )
         return facts
 
-    def _strategy(self, model: str, headers: Headers) -> Strategy:
+    def _strategy(self, model: str, canonical: str, headers: Headers) -> Strategy:
         requested = self._requested_strategy(headers) if self._allow_strategy_header else None
-        return self._router.strategy(model, requested)
+        return self._router.strategy(self._configured(model, canonical), requested)
+
+    def _configured(self, model: str, canonical: str) -> str:
+        """The name whose options apply to a request for `model`."""
+        return model if self._router.has_options(model) else canonical
 
     def _requested_strategy(self, headers: Headers) -> str | None:
         name = header(headers, STRATEGY_HEADER).decode("latin-1")
@@ -316,6 +327,7 @@ class Planner:
     def _query(
         self,
         request: InferenceRequest,
+        model: str,
         space: CacheSpace,
         now: float,
         prompts: Sequence[AnyPrompt],

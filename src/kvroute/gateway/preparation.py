@@ -319,7 +319,7 @@ class Preparer:
 
     def _try_cached(self, request: InferenceRequest, model: str) -> Prepared | None:
         base = self._base(model)
-        found = self._tokens.prompts_if_quick(request, model=base or model)
+        found = self._tokens.prompts_if_quick(request, model=self._fleet.canonical(base or model))
         if found is None:
             return None
         if isinstance(found, TokensReason):
@@ -343,15 +343,17 @@ class Preparer:
         `model` is the name that workers use.
         """
         base = self._base(model)
+        name = base or model
+        source = self._fleet.canonical(name)
         # A local tokenizer is always asked: it finishes late prompts, and later turns find them in its cache.
-        if self._tokens.is_remote(base or model) and not self.outages.may_try(model):
+        if self._tokens.is_remote(source) and not self.outages.may_try(self._fleet.canonical(model)):
             return self._inexact(model, TokensReason.LATE)
         found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
         until = began + self._timeout_s(model, len(request.body))
         for worker in self._fleet.view(model).workers[:2]:
             found = await self._tokens.prompts(
-                request, model=base or model, url=worker.spec.url, timeout_s=max(0.0, until - now)
+                request, model=source, name=name, url=worker.spec.url, timeout_s=max(0.0, until - now)
             )
             now = time.monotonic()
             if found is not TokensReason.WORKER_FAILED:
@@ -380,14 +382,16 @@ class Preparer:
 
     def _exact(self, model: str, prompts: Sequence[ExactPrompt]) -> Prepared:
         self._metrics.exact.labels(model).inc()
-        self.outages.count(model, None)
-        self._count(model, is_late=False)
+        canonical = self._fleet.canonical(model)
+        self.outages.count(canonical, None)
+        self._count(canonical, is_late=False)
         return Prepared(tuple(prompts))
 
     def _inexact(self, model: str, reason: TokensReason) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
-        self.outages.count(model, reason)
-        self._count(model, is_late=reason in _OVERLOADED)
+        canonical = self._fleet.canonical(model)
+        self.outages.count(canonical, reason)
+        self._count(canonical, is_late=reason in _OVERLOADED)
         return Prepared(why_not=reason.value)
 
     def _count(self, model: str, *, is_late: bool) -> None:

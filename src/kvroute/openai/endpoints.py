@@ -39,6 +39,7 @@ class Endpoint:
 
     `fills_kv_cache`: the engine computes KV for the prompt, so routing reads the prompt.
     `stores_response`: the worker stores the answer under its ID, and requests that continue it must go there.
+    `preamble`: the types of the events of a stream that engines may send before the first token.
     `limits`: the members that limit the length of an answer. Only prompts of endpoints with such members are
     computed by another worker (`openai.kv_transfer`).
     """
@@ -53,6 +54,7 @@ class Endpoint:
     limits: tuple[str, ...] = ()
     is_anthropic: bool = False
     """The body is that of Anthropic's Messages API."""
+    preamble: frozenset[str] = frozenset()
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
@@ -71,12 +73,14 @@ _ROWS = (
         stores_response=True,
         errors=ErrorShape.RESPONSES,
         limits=("max_output_tokens",),
+        preamble=frozenset({"response.created", "response.in_progress", "response.queued"}),
     ),
     Endpoint(
         "/v1/messages",
         "Anthropic Messages API",
         errors=ErrorShape.ANTHROPIC,
         limits=("max_tokens",),
+        preamble=frozenset({"message_start", "ping"}),
         is_anthropic=True,
     ),
     Endpoint(

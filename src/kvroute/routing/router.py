@@ -233,6 +233,10 @@ class Router:
         """Whether a configured strategy, for all models or for one, has these `needs`."""
         return self._options.may_need(needs)
 
+    def has_options(self, model: str) -> bool:
+        """Whether this name of a model has options of its own (`routing.models`)."""
+        return model in self._options.models
+
     def strategy(self, model: str, name: str | None = None) -> Strategy:
         """The strategy called `name`, else the one configured for the model."""
         if name is None:

@@ -44,7 +44,7 @@ async def models(call: Call, worker: SimWorker) -> None:
             "created": created,
             "owned_by": "vllm",
             # All names of the model have the same root; an adapter has its own root (vLLM 0.32).
-            "root": worker.options.models[0] if parent is None else name,
+            "root": (worker.options.root or worker.options.models[0]) if parent is None else name,
             "parent": parent,
             "max_model_len": worker.max_model_len if parent is None else None,
             "permission": [permission],

@@ -59,6 +59,9 @@ class SimOptions(Options):
     models: tuple[str, ...] = option(
         ("sim-model",), "Served names of the model; the first is its main name.", min_length=1
     )
+    root: str = option(
+        "", "The model that the names stand for, a path or a hub name; the main name if empty."
+    )
     loras: dict[str, str] = option(description="LoRA adapters: name to parent model.", default_factory=dict)
     capacity_tokens: int = option(
         1_200_000, "Size of the KV cache.", unit="tokens", higher="evicts later", lower="evicts sooner", ge=1

@@ -360,11 +360,18 @@ class ExactTokens:
         return None if ids is None else ExactPrompts(ids, Mode.LOCAL)
 
     async def prompts(
-        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        model: str,
+        url: str,
+        timeout_s: float | None = None,
+        name: str | None = None,
     ) -> ExactPrompts | TokensReason:
         """The request's token ids, or the reason why there are none. Waits at most `timeout_s`.
 
-        `url` is a worker of `model`, for a remote source. Raises nothing except CancelledError.
+        `url` is a worker of `model`, for a remote source; it knows the model as `name`, if that is given.
+        Raises nothing except CancelledError.
         """
         source = self._sources.get(model)
         if source is None or source.mode is Mode.NONE:
@@ -376,7 +383,7 @@ class ExactTokens:
                 endpoint = RemoteEndpoint(source.through)
                 ids = await self._remote.prompts(
                     request,
-                    model=model,
+                    model=name or model,
                     url=url,
                     endpoint=endpoint,
                     timeout_s=timeout_s,

@@ -1,0 +1,172 @@
+"""Event streams as clients see them: until the first token, and when a worker is lost before it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+from tests.blackbox.raw import LANES, connected, post
+from tests.support.waiting import until
+from tests.support.workers import ScriptedWorker, scripted_worker
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+BODIES = {
+    "/v1/responses": b'{"model":"m","input":"hi","stream":true}',
+    "/v1/messages": b'{"model":"m","max_tokens":9,"stream":true,"messages":[{"role":"user","content":"hi"}]}',
+    "/v1/chat/completions": b'{"model":"m","stream":true,"messages":[{"role":"user","content":"hi"}]}',
+}
+PREAMBLES = {
+    "/v1/responses": [
+        b'event: response.created\ndata: {"type":"response.created","response":{"id":"r-NAME"}}\n\n',
+        b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n',
+    ],
+    "/v1/messages": [
+        b'event: message_start\ndata: {"type":"message_start","message":{"id":"m-NAME"}}\n\n',
+        b'event: ping\ndata: {"type": "ping"}\n\n: waiting\n\n',
+    ],
+    "/v1/chat/completions": [b": OPENROUTER PROCESSING NAME\n\n", b": again\n\n"],
+}
+TOKENS = {
+    "/v1/responses": b'event: response.output_text.delta\ndata: {"delta":"tok-NAME"}\n\n',
+    "/v1/messages": b'event: content_block_delta\ndata: {"type":"content_block_delta","text":"tok-NAME"}\n\n',
+    "/v1/chat/completions": b'data: {"choices":[{"index":0,"delta":{"content":"tok-NAME"}}]}\n\n',
+}
+PATHS = list(BODIES)
+END = b"0\r\n\r\n"
+WAIT_S = 0.3
+"""How long a worker computes before its first token: far longer than a local request takes."""
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def preamble(path: str, name: bytes) -> bytes:
+    return b"".join(chunk(each.replace(b"NAME", name)) for each in PREAMBLES[path])
+
+
+def token(path: str, name: bytes) -> bytes:
+    return chunk(TOKENS[path].replace(b"NAME", name))
+
+
+def request(path: str) -> bytes:
+    return post(target=path.encode(), body=BODIES[path])
+
+
+@pytest.fixture
+async def two_workers() -> AsyncIterator[tuple[ScriptedWorker, ScriptedWorker]]:
+    async with AsyncExitStack() as stack:
+        yield (
+            await stack.enter_async_context(scripted_worker()),
+            await stack.enter_async_context(scripted_worker()),
+        )
+
+
+def between(serve, workers, *settings: str):
+    """A round-robin gateway before these workers."""
+    return serve(
+        *[argument for worker in workers for argument in ("--worker", worker.url)],
+        "--strategy", "roundrobin",
+        *[argument for setting in settings for argument in ("--set", setting)],
+    )  # fmt: skip
+
+
+async def metric(url: str, name: str, *labels: str) -> float:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        page = (await client.get("/metrics")).text
+    lines = [line for line in page.splitlines() if re.match(rf"{name}(\{{| )", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_worker_that_dies_after_the_preamble_is_replaced(serve, two_workers, path, fast_lane):
+    dies, answers = two_workers
+    dies.answer, dies.closes_after_answer = HEAD + preamble(path, b"dead"), True
+    answers.answer = HEAD + preamble(path, b"good") + token(path, b"good") + END
+    running = await between(serve, two_workers, f"server.fast_lane={fast_lane}")
+
+    for _ in range(2):  # one of them is sent to the worker that dies
+        async with connected(running.address) as client:
+            await client.send(request(path))
+            received = await client.until(END)
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert b"tok-good" in received
+        assert b"dead" not in received
+        assert b"error" not in received
+
+    assert dies.requests
+    assert await metric(running.url, "kvroute_retries_total") == len(dies.requests)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 24, 60, -1])
+async def test_a_worker_that_dies_within_a_preamble_event_is_replaced(serve, two_workers, cut):
+    dies, answers = two_workers
+    path = "/v1/responses"
+    whole = PREAMBLES[path][0]
+    dies.answer, dies.closes_after_answer = HEAD + chunk(whole[:cut]), True
+    answers.answer = HEAD + preamble(path, b"good") + token(path, b"good") + END
+    running = await between(serve, two_workers)
+
+    for _ in range(2):
+        async with connected(running.address) as client:
+            await client.send(request(path))
+            received = await client.until(END)
+        assert b"tok-good" in received
+        assert b"error" not in received
+
+    assert dies.requests
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_time_to_the_first_token_does_not_end_with_the_preamble(
+    serve, two_workers, path, fast_lane
+):
+    worker = two_workers[0]
+    worker.answer, worker.rest = HEAD + preamble(path, b"w"), token(path, b"w") + token(path, b"x") + END
+    running = await between(serve, [worker], f"server.fast_lane={fast_lane}")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await until(lambda: len(worker.requests) == 1, within_s=20)
+        await asyncio.sleep(WAIT_S)  # the worker computes the prompt
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert received.count(b"tok-w") == received.count(b"tok-x") == 1
+    seconds = await metric(running.url, "kvroute_time_to_first_byte_seconds_sum", 'streamed="true"')
+    assert seconds >= WAIT_S
+
+
+async def test_a_preamble_comes_unchanged_before_the_first_token(serve, two_workers):
+    worker, path = two_workers[0], "/v1/responses"
+    events = [*PREAMBLES[path], TOKENS[path], TOKENS[path]]
+    worker.answer = HEAD + b"".join(map(chunk, events)) + END
+    running = await between(serve, [worker])
+
+    async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
+        answer = await client.post(path, content=BODIES[path], headers={"content-type": "application/json"})
+
+    assert answer.content == b"".join(events)
+
+
+async def test_a_preamble_that_is_too_large_is_passed_on_and_is_still_no_token(serve, two_workers):
+    worker, path = two_workers[0], "/v1/responses"
+    large = PREAMBLES[path][0].replace(b"r-NAME", b"x" * 1_500_000)
+    worker.answer, worker.rest = HEAD + chunk(large), token(path, b"w") + token(path, b"x") + END
+    running = await between(serve, [worker])
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(b'xxx"}}\n\n')
+        await asyncio.sleep(WAIT_S)  # the worker computes the prompt
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert received.count(b"tok-w") == received.count(b"tok-x") == 1
+    assert await metric(running.url, "kvroute_time_to_first_byte_seconds_sum", 'streamed="true"') >= WAIT_S
