@@ -76,7 +76,7 @@ class TokenSources:
             return False
         root = _root_of(worker, model)
         folder = await asyncio.to_thread(model_folder, model, root, self._options.models, os.environ)
-        source = await self._tokens.prepare(model, folder=folder, url=worker.spec.url)
+        source = await self._tokens.prepare(model, folder=folder, url=worker.spec.url, root=root)
         self._stale.discard(model)
         level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
         self._log_change(model, level, f"{source.mode.value}: {source.why}")
@@ -147,6 +147,7 @@ class Tokenizing:
             ),
             cache_bytes=options.cache_mib * 1024 * 1024,
             allow_fastokens=options.fastokens,
+            harmony_vocabulary=options.harmony_vocabulary,
         )
         self._sources = TokenSources(self._tokens, fleet, clock, options)
         self.preparer = Preparer(
@@ -171,6 +172,9 @@ class Tokenizing:
             if source is None or source.mode is Mode.NONE:
                 why = "not checked yet" if source is None else source.why
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
+            elif source.refused:
+                shapes = ", ".join(sorted(source.refused))
+                notes.append(f"kvaware: no exact tokens of {model!r} for {shapes}: {source.why}")
         for model, reason in self.preparer.outages.reasons.items():
             notes.append(f"kvaware: no exact tokens of the last prompts for {model!r}: {reason}")
         return notes
