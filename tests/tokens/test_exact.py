@@ -6,6 +6,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,13 +25,17 @@ from kvroute.tokens.exact import (
 )
 from kvroute.tokens.local import LocalTokenizer, load_model
 from kvroute.tokens.options import Inexact, TokensReason
+from kvroute.tokens.samples import Shape
 
 URL = "http://worker"
 USER = {"role": "user", "content": "Hi there"}
 
 
 class Worker:
-    """Answers as vLLM does. Mutable: `asked` grows; `delay_s` and `features` are set by tests."""
+    """Answers as vLLM does. Mutable: `asked` grows; the other attributes are set by tests.
+
+    `computes` tokenizes what the worker computes with; None: it does not show these ids.
+    """
 
     def __init__(self, tokenizer: LocalTokenizer, *, renders: bool = False) -> None:
         self.tokenizer = tokenizer
@@ -38,12 +43,15 @@ class Worker:
         self.asked: list[tuple[str, Any]] = []
         self.delay_s = 0.0
         self.features: Any = None
+        self.computes: LocalTokenizer | None = None
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.asked.append((request.url.path, body))
         await asyncio.sleep(self.delay_s)
         path = request.url.path
+        if path.startswith("/v1/") and not path.endswith("render") and self.computes is not None:
+            return self.compute(path, body)
         if path == "/tokenize":
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         elif self.renders:
@@ -58,6 +66,17 @@ class Worker:
             return httpx.Response(200, json={"count": len(prompts[0]), "tokens": list(prompts[0])})
         answers = [{"token_ids": list(ids), "features": self.features} for ids in prompts]
         return httpx.Response(200, json=answers if path == "/v1/completions" else answers[0])
+
+    def compute(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        assert (body["max_tokens"], body["return_token_ids"]) == (1, True)
+        assert self.computes is not None
+        try:
+            (ids,) = self.computes.prompts(parse_request(ENDPOINTS[path], json.dumps(body).encode()))
+        except Inexact:
+            return httpx.Response(400)
+        if path == "/v1/completions":
+            return httpx.Response(200, json={"choices": [{"prompt_token_ids": list(ids)}]})
+        return httpx.Response(200, json={"choices": [{}], "prompt_token_ids": list(ids)})
 
 
 @pytest.fixture
@@ -91,10 +110,88 @@ async def test_a_model_whose_files_agree_with_the_worker_is_tokenized_here(
         found = await exact.prompts(request, model="tiny", url=URL)
 
     assert source.mode is Mode.LOCAL
-    assert "14 samples agree" in source.why
+    assert "17 samples agree" in source.why
     assert exact.sources == {"tiny": source}
     assert found == ExactPrompts(worker.tokenizer.prompts(request), Mode.LOCAL)
     assert worker.asked == []
+
+
+async def test_files_are_compared_with_what_the_worker_computes_with_and_not_with_its_tokenize(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    worker = make_worker("plain")
+    worker.computes = make_worker("parts").tokenizer
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=write_model("plain"), url=URL)
+        chat = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
+        quick = exact.prompts_if_quick(make_request(messages=[USER]), model="tiny")
+        text = await exact.prompts(make_request("completions", prompt="Hi"), model="tiny", url=URL)
+
+    assert "samples agree" not in source.why
+    assert chat is TokensReason.DIFFERS
+    assert quick is None
+    assert isinstance(text, ExactPrompts)
+    assert source.refused == frozenset(Shape) - {Shape.TEXT}
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+async def test_only_requests_of_a_shape_that_differs_have_no_exact_tokens(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any, has_files: bool
+) -> None:
+    worker = make_worker("plain")
+    shows_effort = (write_model() / "tokenizer_config.json").read_text()
+    template = json.loads(shows_effort)["chat_template"] + "{{ reasoning_effort or '' }}"
+    worker.computes = make_worker(template).tokenizer
+    low = make_request(messages=[USER], reasoning_effort="low")
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=write_model() if has_files else None, url=URL)
+        with_effort = await exact.prompts(low, model="tiny", url=URL)
+        without = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
+
+    assert source.mode is (Mode.LOCAL if has_files else Mode.REMOTE)
+    assert source.refused == {Shape.EFFORT}
+    assert with_effort is TokensReason.DIFFERS
+    assert isinstance(without, ExactPrompts)
+    assert "an effort" in source.why
+
+
+def as_gpt_oss(folder: Path) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
+    return folder
+
+
+async def test_a_model_with_harmony_never_agrees_by_tokenize_alone(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    async with client(make_worker()) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=as_gpt_oss(write_model()), url=URL)
+        chat = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
+        text = await exact.prompts(make_request("completions", prompt="Hi"), model="tiny", url=URL)
+
+    assert "samples agree" not in source.why
+    assert chat is TokensReason.HARMONY
+    assert isinstance(text, ExactPrompts)
+
+
+async def test_a_model_with_harmony_is_exact_if_the_worker_computes_with_the_same_ids(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
+) -> None:
+    folder = as_gpt_oss(write_model())
+    worker = make_worker()
+    worker.computes = LocalTokenizer(load_model(folder), SegmentCache(0))
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=folder, url=URL)
+        request = make_request(messages=[USER])
+        found = await exact.prompts(request, model="tiny", url=URL)
+
+    assert (source.mode, source.through, source.refused) == (Mode.LOCAL, "harmony", frozenset())
+    assert "17 samples agree" in source.why
+    assert found == ExactPrompts(worker.computes.prompts(request), Mode.LOCAL)
 
 
 async def test_files_that_disagree_leave_tokenizing_to_the_worker_and_name_the_difference(

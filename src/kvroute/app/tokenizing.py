@@ -87,7 +87,7 @@ class TokenSources:
         url = worker.spec.url
         release = await self._probe.release(url)
         billing = billing_rule(None if isinstance(release, ProbeFailure) else release)
-        source = await self._tokens.prepare(model, folder=folder, url=url, billing=billing)
+        source = await self._tokens.prepare(model, folder=folder, url=url, billing=billing, root=root)
         self._stale.discard(model)
         level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
         self._log_change(model, level, f"{source.mode.value}: {source.why}")
@@ -158,6 +158,7 @@ class Tokenizing:
             ),
             cache_bytes=options.cache_mib * 1024 * 1024,
             allow_fastokens=options.fastokens,
+            harmony_vocabulary=options.harmony_vocabulary,
         )
         version = Prober(client, timeout_s=_VERSION_TIMEOUT_S)
         self._sources = TokenSources(self._tokens, fleet, clock, options, version)
@@ -183,6 +184,9 @@ class Tokenizing:
             if source is None or source.mode is Mode.NONE:
                 why = "not checked yet" if source is None else source.why
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
+            elif source.refused:
+                shapes = ", ".join(sorted(source.refused))
+                notes.append(f"kvaware: no exact tokens of {model!r} for {shapes}: {source.why}")
         for model, reason in self.preparer.outages.reasons.items():
             notes.append(f"kvaware: no exact tokens of the last prompts for {model!r}: {reason}")
         return notes

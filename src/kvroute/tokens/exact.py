@@ -2,7 +2,9 @@
 
 A worker gives token ids by its `/tokenize`, or by its render endpoints. vLLM 0.32: every worker has
 `/tokenize`, for chats and texts. `/v1/.../render` accepts every unchanged body, but answers 403 unless the
-worker runs with --enable-scale-out (`vllm launch render` always does).
+worker runs with --enable-scale-out (`vllm launch render` always does). An answer of one token with
+`return_token_ids` has the ids that the engine computed with. `/tokenize` renders every chat with the chat
+template, also where the chat endpoint does not (gpt-oss), so it is no proof for such a model.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from kvroute.openai.rewriting import with_model
 from kvroute.openai.shown import BillingRule
 from kvroute.tokens.chat import Chat, EngineFlags, refuse_media
 from kvroute.tokens.conversations import Conversations
-from kvroute.tokens.encoders import SegmentCache, compare, sample_requests
-from kvroute.tokens.local import LocalTokenizer, ModelFiles, load_model
+from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.harmony import looks_like_harmony
+from kvroute.tokens.local import LocalTokenizer, ModelFiles, harmony_files, load_model
 from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
-from kvroute.tokens.reading import Plain, TokenIds, read, truncated
+from kvroute.tokens.reading import Plain, TokenIds, decoded, read, truncated
+from kvroute.tokens.samples import Agreement, Shape, compare, samples, shapes_of
 
 _MOST_TEXTS = 32
 _RENDERED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
@@ -46,6 +50,25 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _Choice(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+class _Answered(msgspec.Struct):
+    """An answer with `return_token_ids`: the prompt's ids are beside the choices of a chat, and in a text's."""
+
+    choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
+
+    def ids(self) -> tuple[TokenIds, ...]:
+        found = (
+            [self.prompt_token_ids] if self.prompt_token_ids else [c.prompt_token_ids for c in self.choices]
+        )
+        if not found or None in found:
+            raise Inexact(TokensReason.WORKER_FAILED)  # a release that does not know the field
+        return tuple(array("I", ids or ()) for ids in found)
+
+
 class _Rendered(msgspec.Struct):
     token_ids: list[int]
     features: object = None
@@ -57,6 +80,7 @@ class _Rendered(msgspec.Struct):
         return array("I", self.token_ids)
 
 
+_decode_answered = msgspec.json.Decoder(_Answered).decode
 _decode_tokens = msgspec.json.Decoder(_Tokens).decode
 _decode_rendered = msgspec.json.Decoder(_Rendered).decode
 _decode_rendered_list = msgspec.json.Decoder(list[_Rendered]).decode
@@ -93,6 +117,20 @@ class RemoteTokenizer:
                 if request.endpoint.path == "/v1/responses":
                     _refuse_tool_calls(prompt)
                 return await self._tokenize_all(prompt, model, url)
+        except TimeoutError:
+            raise Inexact(TokensReason.LATE) from None
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
+            raise Inexact(TokensReason.WORKER_FAILED) from None
+
+    async def computed(
+        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
+    ) -> tuple[TokenIds, ...]:
+        """The ids that the worker computes with for a chat or texts: it answers one token. Raises Inexact."""
+        body = {**decoded(request), "model": model, "max_tokens": 1, "return_token_ids": True}
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._post(f"{url}{request.endpoint.path}", msgspec.json.encode(body))
+            return _decode_answered(answer).ids()
         except TimeoutError:
             raise Inexact(TokensReason.LATE) from None
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
@@ -276,6 +314,10 @@ class TokenSource:
     why: str
     through: str = ""
     """The library, or the worker's endpoint."""
+    refused: frozenset[Shape] = frozenset()
+    """Shapes of requests that get no exact tokens, because the engine computes other ones."""
+    reason: TokensReason = TokensReason.DIFFERS
+    """Why these get none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +344,10 @@ class ExactTokens:
         cache_bytes: int = 64 * 1024 * 1024,
         check_timeout_s: float = 5.0,
         allow_fastokens: bool = True,
+        harmony_vocabulary: Path | None = None,
     ) -> None:
         self._threads = threads
+        self._harmony_vocabulary = harmony_vocabulary
         self._remote = RemoteTokenizer(client, flags)
         self._flags = flags or EngineFlags()
         self._cache_bytes = cache_bytes
@@ -323,23 +367,35 @@ class ExactTokens:
         return source is not None and source.mode is Mode.REMOTE
 
     async def prepare(
-        self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None = None
+        self,
+        model: str,
+        *,
+        folder: Path | None,
+        url: str,
+        billing: BillingRule | None = None,
+        root: str = "",
     ) -> TokenSource:
         """Choose the source of `model` by sample requests to the worker at `url`.
 
         `billing` is the rule of the worker's release.
 
-        The first that works: the files in `folder`, if they give the worker's ids for every sample that it
-        answers; the worker's render endpoints; its `/tokenize`; no source. Call it again when workers change,
-        or when no worker answered. Takes seconds for a large vocabulary; requests are served meanwhile.
+        The first that gives what the engine computes with: the files in `folder`; the worker's render
+        endpoints; its `/tokenize`. Where none does for all samples, the one with the fewest differing shapes,
+        whose requests are refused. Call it again when workers change, or when no worker answered. Takes
+        seconds for a large vocabulary; requests are served meanwhile. `root` is the worker's name of the
+        model's files.
         """
         self._billing[model] = billing or self._flags.billing
-        local, why = await self._verified_local(model, folder, url)
-        if local is not None:
-            library = local.files.encoder
-            source = TokenSource(model, Mode.LOCAL, f"{why}; {library.name}, {library.why}", library.name)
-        else:
-            source = await self._worker_source(model, url, why)
+        engine = _Engine(self._remote, model, url, self._check_timeout_s, self._billing[model])
+        await engine.choose()
+        local, source = await self._local_source(model, folder, engine, root)
+        if source.mode is Mode.NONE or source.refused:
+            remote = await self._worker_source(model, engine, source.why, is_harmony=engine.is_harmony)
+            if source.mode is Mode.NONE or len(remote.refused) < len(source.refused):
+                if remote.mode is not Mode.NONE:
+                    local, source = None, remote
+                elif source.mode is Mode.NONE:
+                    source = remote
         self._local.pop(model, None)
         if local is not None:
             self._local[model] = local
@@ -351,7 +407,7 @@ class ExactTokens:
     ) -> ExactPrompts | TokensReason | None:
         """As `prompts` if that takes well under a millisecond; None if it may take longer."""
         local = self._local.get(model)
-        if local is None:
+        if local is None or self._sources[model].refused:
             return None
         try:
             ids = local.prompts_if_quick(request)
@@ -377,6 +433,10 @@ class ExactTokens:
         if source is None or source.mode is Mode.NONE:
             return TokensReason.NO_SOURCE
         try:
+            if source.refused and not source.refused.isdisjoint(
+                await self._threads.run(shapes_of, request, timeout_s=timeout_s)
+            ):
+                return source.reason
             if source.mode is Mode.LOCAL:
                 ids = await self._threads.run(self._local[model].prompts, request, timeout_s=timeout_s)
             else:
@@ -393,17 +453,24 @@ class ExactTokens:
             return _reason(model, error)
         return ExactPrompts(ids, source.mode)
 
-    async def _verified_local(
-        self, model: str, folder: Path | None, url: str
-    ) -> tuple[LocalTokenizer | None, str]:
-        if folder is None:
-            return None, "no files of the model are known"
+    async def _local_source(
+        self, model: str, folder: Path | None, engine: _Engine, root: str
+    ) -> tuple[LocalTokenizer | None, TokenSource]:
+        """The tokenizer in this process, compared with the engine; mode NONE if there is none to use."""
         try:
-            files = await self._threads.run_long(self._load, folder)
+            if folder is not None:
+                files = await self._threads.run_long(self._load, folder)
+            elif looks_like_harmony(root or model):
+                files = await self._threads.run_long(harmony_files, self._harmony_vocabulary)
+            else:
+                return None, TokenSource(model, Mode.NONE, "no files of the model are known")
         except UnusableModel as error:
-            return None, str(error)
+            engine.is_harmony = engine.is_harmony or looks_like_harmony(root or model)
+            return None, TokenSource(model, Mode.NONE, str(error))
         except Inexact as error:
-            return None, f"the model's files could not be read: {error.reason}"
+            why = f"the model's files could not be read: {error.reason}"
+            return None, TokenSource(model, Mode.NONE, why)
+        engine.is_harmony = files.is_harmony
         share = self._cache_bytes // 2
         flags = replace(self._flags, billing=self._billing[model])
         local = LocalTokenizer(files, SegmentCache(share), flags, Conversations(share))
@@ -411,46 +478,136 @@ class ExactTokens:
         async def ours(request: InferenceRequest) -> tuple[Sequence[int], ...]:
             return await self._threads.run_long(local.prompts, request)
 
-        async def worker(request: InferenceRequest) -> tuple[Sequence[int], ...]:
-            return await self._remote_prompts(request, model, url, RemoteEndpoint.TOKENIZE)
-
-        found = await compare(model, ours, worker)
-        if found.differing:
-            return None, f"token ids are not the worker's for: {', '.join(found.differing)}"
-        if not found.agreed:
-            return None, "the worker answered no sample request"
-        return local, f"{found.agreed} samples agree with {url}, which refused {found.unanswered}"
+        if files.harmony is not None and (ids := await engine.first_ids()) is not None:
+            files.harmony.follow(ids)
+        found = await compare(model, ours, engine.ids)
+        if not found.agreed and not found.differing:
+            return None, TokenSource(model, Mode.NONE, "the worker answered no sample request")
+        library = files.encoder
+        refused, reason = found.shapes, TokensReason.DIFFERS
+        why = _compared(found, engine)
+        if files.is_harmony and (files.harmony is None or not engine.shows_chats):
+            refused, reason = refused | _CHATS, TokensReason.HARMONY
+            why += f"; chats get no exact tokens: {files.why_no_harmony or _UNPROVEN}"
+        if Shape.TEXT in refused and Shape.CHAT in refused:
+            return None, TokenSource(model, Mode.NONE, why)
+        through = "harmony" if files.harmony is not None else library.name
+        why = f"{why}; {library.name}, {library.why}"
+        return local, TokenSource(model, Mode.LOCAL, why, through, refused, reason)
 
     def _load(self, folder: Path) -> ModelFiles:
-        return load_model(folder, self._flags, allow_fastokens=self._allow_fastokens)
+        return load_model(
+            folder,
+            self._flags,
+            allow_fastokens=self._allow_fastokens,
+            harmony_vocabulary=self._harmony_vocabulary,
+        )
 
-    async def _worker_source(self, model: str, url: str, why: str) -> TokenSource:
-        for endpoint in (RemoteEndpoint.RENDER, RemoteEndpoint.TOKENIZE):
-            if await self._answers(model, url, endpoint):
-                return TokenSource(model, Mode.REMOTE, why, endpoint.value)
-        return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample request")
+    async def _worker_source(self, model: str, engine: _Engine, why: str, *, is_harmony: bool) -> TokenSource:
+        if engine.renders:
+            return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.RENDER.value)
+        found = await compare(model, engine.tokenized, engine.ids)
+        refused, reason = found.shapes, TokensReason.DIFFERS
+        if not found.agreed and not found.differing:
+            return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample request")
+        if is_harmony:
+            refused, reason = refused | _CHATS, TokensReason.HARMONY
+        if found.differing:
+            why = f"{why}; its /tokenize gives other ids than it computes with for: {found.names}"
+        if Shape.TEXT in refused and Shape.CHAT in refused:
+            return TokenSource(model, Mode.NONE, why)
+        return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.TOKENIZE.value, refused, reason)
 
-    async def _answers(self, model: str, url: str, endpoint: RemoteEndpoint) -> bool:
-        """Whether the endpoint answers at least one sample. A missing endpoint refuses each one quickly."""
-        for _, request in sample_requests(model):
+
+_CHATS = frozenset(Shape) - {Shape.TEXT}
+_UNPROVEN = "the worker renders Harmony, and shows the ids of no chat (/tokenize renders the chat template)"
+
+
+def _compared(found: Agreement, engine: _Engine) -> str:
+    """The result of a comparison, in words."""
+    if found.differing:
+        return f"token ids are not the worker's for: {found.names}"
+    return f"{found.agreed} samples agree with {engine}, which refused {found.unanswered}"
+
+
+class _Engine:
+    """What one worker computes with for sample requests.
+
+    Mutable: `choose` finds out how it can be asked, and a late answer ends the questions that need a
+    computation.
+    """
+
+    def __init__(
+        self, remote: RemoteTokenizer, model: str, url: str, timeout_s: float, billing: BillingRule
+    ) -> None:
+        self._remote = remote
+        self._model = model
+        self._url = url
+        self._timeout_s = timeout_s
+        self._billing = billing
+        self.renders = False
+        self.computes = False
+        self.is_harmony = False
+        """Whether the chat endpoints render otherwise than `/tokenize`."""
+
+    def __str__(self) -> str:
+        how = "what it renders" if self.renders else "what it computes with" if self.computes else "/tokenize"
+        return f"{self._url} ({how})"
+
+    @property
+    def shows_chats(self) -> bool:
+        """Whether the worker shows the ids of its chat endpoint."""
+        return self.renders or self.computes
+
+    async def choose(self) -> None:
+        for sample in samples(self._model):
             try:
-                await self._remote_prompts(request, model, url, endpoint)
+                await self._prompts(sample.request, RemoteEndpoint.RENDER)
             except Inexact:
                 continue
-            return True
-        return False
+            self.renders = True
+            return
+        self.computes = await self.first_ids() is not None
 
-    async def _remote_prompts(
-        self, request: InferenceRequest, model: str, url: str, endpoint: RemoteEndpoint
-    ) -> tuple[Sequence[int], ...]:
-        timeout_s = self._check_timeout_s
+    async def first_ids(self) -> Sequence[int] | None:
+        """The ids of the first sample as the worker computes with them; None if it does not show them."""
+        request = samples(self._model)[0].request
+        try:
+            if self.renders:
+                return (await self._prompts(request, RemoteEndpoint.RENDER))[0]
+            return (await self._computed(request))[0]
+        except Inexact:
+            return None
+
+    async def ids(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
+        """The ids by the best way that this worker has. Raises Inexact."""
+        if self.renders:
+            return await self._prompts(request, RemoteEndpoint.RENDER)
+        if self.computes:
+            try:
+                return await self._computed(request)
+            except Inexact as error:
+                self.computes = error.reason is not TokensReason.LATE
+                if self.is_harmony:
+                    raise
+        return await self.tokenized(request)
+
+    async def tokenized(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
+        return await self._prompts(request, RemoteEndpoint.TOKENIZE)
+
+    async def _prompts(self, request: InferenceRequest, endpoint: RemoteEndpoint) -> tuple[TokenIds, ...]:
         return await self._remote.prompts(
             request,
-            model=model,
-            url=url,
+            model=self._model,
+            url=self._url,
             endpoint=endpoint,
-            timeout_s=timeout_s,
-            billing=self._billing.get(model),
+            timeout_s=self._timeout_s,
+            billing=self._billing,
+        )
+
+    async def _computed(self, request: InferenceRequest) -> tuple[TokenIds, ...]:
+        return await self._remote.computed(
+            request, model=self._model, url=self._url, timeout_s=self._timeout_s
         )
 
 

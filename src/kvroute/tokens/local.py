@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -44,8 +45,16 @@ from kvroute.tokens.encoders import (
     joined,
     tokenizer_json,
 )
+from kvroute.tokens.harmony import (
+    MODEL_TYPE,
+    Harmony,
+    harmony_chat,
+    is_chat,
+    load_harmony,
+    tokens_of,
+)
 from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
-from kvroute.tokens.reading import Plain, TokenIds, read, truncated
+from kvroute.tokens.reading import Plain, TokenIds, decoded, read, truncated
 from kvroute.tokens.template import ChatTemplate
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -60,6 +69,10 @@ class ModelFiles:
     added_around: tuple[TokenIds, TokenIds] | None
     """The special tokens before and after a text; None if the tokenizer changes the text's ids, too."""
     templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
+    is_harmony: bool = False
+    """Whether the engine renders chats with Harmony, not with a template."""
+    harmony: Harmony | None = None
+    why_no_harmony: str = ""
 
     def template(self, has_tools: bool) -> ChatTemplate | None:
         if has_tools and "tool_use" in self.templates:
@@ -73,6 +86,7 @@ def load_model(
     *,
     allow_fastokens: bool = True,
     now: Callable[[], datetime] = datetime.now,
+    harmony_vocabulary: Path | None = None,
 ) -> ModelFiles:
     """Load a model's folder: tokenizer.json, tokenizer_config.json, chat templates.
 
@@ -98,11 +112,33 @@ def load_model(
     encoder = choose_encoder(tokenizer, allow_fastokens=allow_fastokens)
     if not cuts_are_exact(tokenizer, cutter, encoder.encode):
         cutter = Cutter(())
+    is_harmony = _json_object(folder / "config.json").get("model_type") == MODEL_TYPE
+    harmony, why_no_harmony = None, ""
+    if is_harmony:
+        try:
+            harmony = load_harmony(harmony_vocabulary, lambda: now().strftime("%Y-%m-%d"))
+        except UnusableModel as error:
+            why_no_harmony = str(error)
     return ModelFiles(
         encoder=encoder,
         cutter=cutter,
         added_around=added_around(tokenizer),
         templates=_templates(folder, config, flags or EngineFlags(), now),
+        is_harmony=is_harmony,
+        harmony=harmony,
+        why_no_harmony=why_no_harmony,
+    )
+
+
+def harmony_files(vocabulary: Path | None) -> ModelFiles:
+    """What stands in for the files of a gpt-oss model that are not here. Raises UnusableModel."""
+    harmony = load_harmony(vocabulary)
+    return ModelFiles(
+        encoder=Encoder(harmony.encode_text, "harmony", "whose vocabulary is the model's"),
+        cutter=Cutter(()),
+        added_around=(array("I"), array("I")),
+        is_harmony=True,
+        harmony=harmony,
     )
 
 
@@ -204,6 +240,8 @@ class LocalTokenizer:
         self._cache = cache
         self._flags = flags or EngineFlags()
         self._conversations = Conversations(0) if conversations is None else conversations
+        self._messages = SegmentCache(cache.max_bytes)
+        """The ids of Harmony's messages. Not in `cache`: their texts are JSON that a client may send as text."""
 
     @property
     def files(self) -> ModelFiles:
@@ -254,6 +292,8 @@ class LocalTokenizer:
 
     def _encode_whole(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
         """As `prompts`, without a search for a cached chat."""
+        if self._files.is_harmony and is_chat(request):
+            return (self._encode_harmony(request),)
         prompt = read(request, self._flags, self._files.template)
         if isinstance(prompt, Chat):
             text = self.text_of(prompt)
@@ -262,6 +302,14 @@ class LocalTokenizer:
         if prompt.ids:
             return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in prompt.ids)
         return tuple(self._encoded(text, prompt) for text in prompt.texts)
+
+    def _encode_harmony(self, request: InferenceRequest) -> Sequence[int]:
+        """The ids of a chat that the engine renders with Harmony."""
+        harmony = self._files.harmony
+        if harmony is None:
+            raise Inexact(TokensReason.HARMONY)
+        chat = harmony_chat(request.endpoint.path, decoded(request), self._flags, harmony.today())
+        return tokens_of(chat, harmony, self._messages)
 
     def _start_conversation(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
         """Tokenize a chat and cache it; None if a chat of this kind cannot be continued."""

@@ -65,6 +65,11 @@ class TokensOptions(Options):
     fastokens: Annotated[bool, Switch] = option(
         True, "Use fastokens, if it is installed and gives the ids of the model's own tokenizer."
     )
+    harmony_vocabulary: Path | None = option(
+        None,
+        "Folder with `o200k_base.tiktoken`, for chats of gpt-oss, if the package `openai-harmony` renders them. "
+        "`oss-harmony` (`kvroute[harmony]`) needs none. Nothing is ever fetched.",
+    )
     chat_template_kwargs: dict[str, Any] = option(
         description="The workers' `--default-chat-template-kwargs`.", default_factory=dict
     )
@@ -108,6 +113,10 @@ class TokensReason(StrEnum):
     """The chat template cannot render this conversation; the worker will answer with an error."""
     TRUNCATION = "truncation"
     """The truncated prompt depends on something that only the worker knows, such as its context length."""
+    HARMONY = "harmony"
+    """The engine renders the model's chats with Harmony, and kvroute cannot: no library, or no vocabulary."""
+    DIFFERS = "differs"
+    """For samples of such requests the engine computed other token ids."""
     STORED_RESPONSE = "stored_response"
     """The conversation continues a response that only its worker has stored."""
     FAILED = "failed"
