@@ -487,7 +487,8 @@ class Replica:
         yield learned_costs(self._router, self._fleet.workers())
         placed = self._sessions().placements()
         for start in range(0, len(placed), _TOGETHER):
-            yield (PlacedSessions([*placed[start : start + _TOGETHER]]),)
+            some = placed[start : start + _TOGETHER]
+            yield (PlacedSessions([each[:4] for each in some], [each[4] for each in some]),)
         if self._ring is not None:
             yield (KeysRefilling(self._ring.refilling()),)
         for recent in recent_prompts(self._router, self._fleet.workers()):
@@ -508,8 +509,9 @@ class Replica:
 
     def _on_placed_sessions(self, peer: PeerId, message: PlacedSessions) -> None:
         if peer == self._joining.source:
-            for model, place, home, worker in message.placements:
-                self._sessions().place(model, place, WorkerId(home), WorkerId(worker))
+            ranks = message.ranks or [None] * len(message.placements)
+            for (model, place, home, worker), rank in zip(message.placements, ranks, strict=False):
+                self._sessions().place(model, place, WorkerId(home), WorkerId(worker), rank)
 
     def _on_key_used(self, peer: PeerId, message: KeyUsed) -> None:
         if self._ring is not None:

@@ -6,7 +6,7 @@ Several discovery sources and the admin API name workers; `DesiredWorkers` merge
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
@@ -165,7 +165,7 @@ class FleetChange(StrEnum):
     RESTARTED = "restarted"
     """The worker's process was restarted, so its cache is empty."""
     CAPACITY = "capacity"
-    """`capacity_tokens` or `block_size` changed."""
+    """`capacity_tokens`, `block_size` or the units of the worker's ranks changed."""
     MODELS = "models"
     """The worker serves other models, or describes them differently."""
     STATE = "state"
@@ -368,7 +368,7 @@ class Fleet:
         for spec in desired.values():
             known = self._workers.get(spec.id)
             if known is None:
-                worker = self._workers[spec.id] = Worker(spec, index=self._free_index())
+                worker = self._workers[spec.id] = Worker(spec, index=next(self._free_indices()))
                 self._update_draining(worker)
                 changes.append((FleetChange.JOINED, worker))
             elif known.spec != spec:
@@ -382,9 +382,10 @@ class Fleet:
         if changes or respecified:
             self._changed(*changes)
 
-    def _free_index(self) -> int:
-        taken = {worker.index for worker in self._workers.values()}
-        return next(index for index in count() if index not in taken)
+    def _free_indices(self) -> Iterator[int]:
+        """Numbers that no live worker and no rank of one has, the smallest first."""
+        taken = {unit for worker in self._workers.values() for unit in worker.units}
+        return (index for index in count() if index not in taken)
 
     # Called by the health monitor
 
@@ -425,7 +426,7 @@ class Fleet:
         """Replace a worker's facts. With `restarted`, listeners get RESTARTED before the other changes."""
         if not self._is_current(worker):
             return
-        before = worker.facts, worker.capacity_tokens, worker.block_size
+        before = worker.facts, worker.capacity_tokens, worker.block_size, worker.units
         if same_cards(worker.facts.model_cards, facts.model_cards):
             facts = replace(facts, model_cards=worker.facts.model_cards)
         worker.facts = facts
@@ -433,10 +434,16 @@ class Fleet:
         if restarted:
             log.warning("worker %s has restarted: its cache is empty", worker.id)
             changes.append((FleetChange.RESTARTED, worker))
-        if (worker.capacity_tokens, worker.block_size) != before[1:]:
+        if facts.ranks != tuple(worker.rank_units):
+            worker.rank_units = {}
+            worker.rank_units = dict(zip(facts.ranks, self._free_indices(), strict=False))
+            worker.rank_loads = {rank: worker.load_of(rank) for rank in facts.ranks}
+        if (worker.capacity_tokens, worker.block_size, worker.units) != before[1:]:
             changes.append((FleetChange.CAPACITY, worker))
         if _served(facts) != _served(before[0]):
             self._changed(*changes, (FleetChange.MODELS, worker))
+        elif worker.units != before[3] or facts.caches_prefixes != before[0].caches_prefixes:
+            self._changed(*changes)  # views have what is derived from both
         else:
             for change, changed in changes:
                 self._notify(change, changed)

@@ -308,6 +308,8 @@ class HealthMonitor:
                 facts,
                 capacity_tokens=metrics.capacity_tokens,
                 block_size=metrics.block_size,
+                ranks=metrics.ranks,
+                caches_prefixes=metrics.caches_prefixes,
                 start_time=metrics.start_time,
                 concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
                     metrics.running, metrics.waiting or 0

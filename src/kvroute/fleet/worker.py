@@ -75,6 +75,9 @@ class WorkerSpec:
 
 _ROLES = {role.value: role for role in WorkerRole}
 _PLATEAU_PAGES = 3
+MOST_RANKS = 256
+"""Data-parallel ranks of one worker that are counted: each has a part of the route history."""
+_RANK_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,11 @@ class WorkerFacts:
     summed over data-parallel ranks."""
     block_size: int | None = None
     """Tokens in one block, from `vllm:cache_config_info`."""
+    ranks: tuple[int, ...] = ()
+    """The data-parallel ranks, from the label `engine` of the same metric; empty for a worker with one
+    rank."""
+    caches_prefixes: bool = True
+    """False if its label `enable_prefix_caching` says so: then no block is a hit for a later request."""
     start_time: float | None = None
     """`process_start_time_seconds`. If it changes, the worker has restarted and its cache is empty."""
     concurrency: LearnedConcurrency = LearnedConcurrency()
@@ -175,6 +183,8 @@ class Worker:
     """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
     """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
+    rank_units: Mapping[int, int] = field(default_factory=dict)
+    """Data-parallel rank -> its unit, for a worker with several ranks. Replaced as a whole."""
 
     @property
     def id(self) -> WorkerId:
@@ -203,6 +213,19 @@ class Worker:
     def block_size(self) -> int:
         """Tokens in one block of the worker's cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
         return self.facts.block_size or ASSUMED_BLOCK_TOKENS
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The numbers under which the route history keeps what was sent to the worker.
+
+        First `index`, for requests whose rank is not known; then those of its ranks. Like `index` they are
+        unique among live workers and reused.
+        """
+        return (self.index, *self.rank_units.values()) if self.rank_units else (self.index,)
+
+    def unit_of(self, rank: int | None) -> int:
+        """The unit of one data-parallel rank; `index` if `rank` is None or unknown."""
+        return self.index if rank is None else self.rank_units.get(rank, self.index)
 
     def load_of(self, rank: int | None) -> WorkerLoad:
         """The load of one data-parallel rank, or of the whole worker if `rank` is None."""
@@ -252,14 +275,22 @@ class FleetView:
     loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
     """Each worker's `load`, in the order of `workers`."""
     places: Mapping[int, int] = field(init=False, repr=False, compare=False)
-    """`Worker.index` -> position in `workers`."""
+    """Each of a worker's `units` -> the worker's position in `workers`."""
+    by_rank: RankTargets | None = field(init=False, repr=False, compare=False)
+    """The same workers with their ranks; None if each has only one."""
+    caches_prefixes: bool = field(init=False, repr=False, compare=False)
+    """Whether any of the workers caches prefixes."""
     sides: Sides | None = field(init=False, repr=False, compare=False)
     """The prefill side and the decode side; None if each worker does both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
-        places = {worker.index: place for place, worker in enumerate(self.workers)}
+        places = {unit: place for place, worker in enumerate(self.workers) for unit in worker.units}
         object.__setattr__(self, "places", places)
+        by_rank = rank_targets(self.workers) if len(places) > len(self.workers) else None
+        object.__setattr__(self, "by_rank", by_rank)
+        caches = any(worker.facts.caches_prefixes for worker in self.workers) or not self.workers
+        object.__setattr__(self, "caches_prefixes", caches)
         has_roles = any(worker.role is not WorkerRole.BOTH for worker in self.workers)
         object.__setattr__(self, "sides", self._sides() if has_roles else None)
 
@@ -279,6 +310,43 @@ class FleetView:
                 for workers in by_role.values()
             )
         )
+
+
+class RankTargets(NamedTuple):
+    """Where requests can be sent to: workers with one rank once, the others once per data-parallel rank.
+
+    One column per figure.
+    """
+
+    workers: Sequence[Worker]
+    ranks: Sequence[int | None]
+    """None for a worker with one rank."""
+    units: Sequence[int]
+    """`Worker.unit_of` each rank."""
+    loads: Sequence[WorkerLoad]
+    places: Mapping[int, int]
+    """Unit -> position."""
+
+
+def rank_targets(workers: Sequence[Worker], only: int | None = None) -> RankTargets:
+    """The targets of `workers`, in their order.
+
+    With `only` a worker with several ranks counts with that rank alone; as a whole if it has no such rank.
+    """
+    pairs: list[tuple[Worker, int | None]] = []
+    for worker in workers:
+        ranks: Sequence[int | None] = tuple(worker.rank_units) or (None,)
+        if only is not None:
+            ranks = (only if only in worker.rank_units else None,)
+        pairs += [(worker, rank) for rank in ranks]
+    units = [worker.unit_of(rank) for worker, rank in pairs]
+    return RankTargets(
+        tuple(worker for worker, _ in pairs),
+        tuple(rank for _, rank in pairs),
+        units,
+        tuple(worker.load_of(rank) for worker, rank in pairs),
+        {unit: place for place, unit in enumerate(units)},
+    )
 
 
 class Sides(NamedTuple):
@@ -331,6 +399,10 @@ class MetricsPage:
     capacity_tokens: int | None = None
     block_size: int | None = None
     start_time: float | None = None
+    ranks: tuple[int, ...] = ()
+    """See `WorkerFacts.ranks`."""
+    caches_prefixes: bool = True
+    """See `WorkerFacts.caches_prefixes`."""
     running: int = 0
     """`vllm:num_requests_running`, summed over data-parallel ranks; `waiting` likewise."""
     waiting: int | None = None
@@ -374,9 +446,14 @@ def parse_metrics(page: bytes) -> MetricsPage:
     # pool and its own line, with the rank in the label `engine`; the sizes are added.
     blocks: dict[bytes, int] = {}
     sizes: dict[bytes, int] = {}
+    engines: set[int] = set()
+    caches_prefixes = True
     for line in _lines(page, _CACHE_CONFIG):
         labels = dict(_LABEL.findall(line))
         rank = labels.get(b"engine", b"")
+        if rank.isdigit() and len(engines) < MOST_RANKS:
+            engines.add(int(rank[:_RANK_DIGITS]))
+        caches_prefixes = caches_prefixes and labels.get(b"enable_prefix_caching") != b"False"
         block = _number(labels.get(b"block_size"))
         count = _number(labels.get(b"num_gpu_blocks"))
         size = _number(labels.get(b"kv_cache_size_tokens")) or (block or 0) * (count or 0)
@@ -394,6 +471,8 @@ def parse_metrics(page: bytes) -> MetricsPage:
         sum(sizes.values()) or None,
         next(iter(blocks.values()), None),
         start_time,
+        tuple(sorted(engines)) if len(engines) > 1 else (),
+        caches_prefixes,
         _sum(page, _RUNNING),
         _sum(page, _WAITING) if _WAITING in page else None,
         _sum(page, _BY_SOURCE, _FROM_ENGINES),

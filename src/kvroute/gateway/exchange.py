@@ -84,6 +84,10 @@ class PredictionAudit:
         if feedback is None and usage.cached_tokens is None:
             return
         query, worker, held = plan.query, candidate.worker, candidate.held
+        if not query.reads_cache or not worker.facts.caches_prefixes:
+            return  # nothing was predicted
+        if query.rank is None and not query.takes_rank:
+            return  # nobody knows the rank whose cache was read
         rank = 0 if held is None or held.rank is None else held.rank
         if feedback is not None and len(query.exact) == 1:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)

@@ -41,6 +41,9 @@ class Endpoint:
     `stores_response`: the worker stores the answer under its ID, and requests that continue it must go there.
     `limits`: the members that limit the length of an answer. Only prompts of endpoints with such members are
     computed by another worker (`openai.kv_transfer`).
+    `takes_rank`: the engine computes a request on the data-parallel rank of its header
+    `X-data-parallel-rank`. For the other endpoints vLLM 0.32 does not read the header: its own balancer
+    chooses the rank.
     """
 
     path: str
@@ -51,16 +54,28 @@ class Endpoint:
     errors: ErrorShape = ErrorShape.OPENAI
     isolation: Isolation = Isolation.SALT_AND_TAG
     limits: tuple[str, ...] = ()
+    takes_rank: bool = False
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine computes prompts for this endpoint, but generates nothing."""
+        return self.fills_kv_cache and not self.limits
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
 
 _ROWS = (
-    Endpoint("/v1/chat/completions", "Chat completion", limits=("max_tokens", "max_completion_tokens")),
+    Endpoint(
+        "/v1/chat/completions",
+        "Chat completion",
+        limits=("max_tokens", "max_completion_tokens"),
+        takes_rank=True,
+    ),
     Endpoint(
         "/v1/completions",
         "Completion of one or several texts or token-id prompts",
         limits=("max_tokens",),
+        takes_rank=True,
     ),
     Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT),
     Endpoint(
@@ -70,7 +85,13 @@ _ROWS = (
         errors=ErrorShape.RESPONSES,
         limits=("max_output_tokens",),
     ),
-    Endpoint("/v1/messages", "Anthropic Messages API", errors=ErrorShape.ANTHROPIC, limits=("max_tokens",)),
+    Endpoint(
+        "/v1/messages",
+        "Anthropic Messages API",
+        errors=ErrorShape.ANTHROPIC,
+        limits=("max_tokens",),
+        takes_rank=True,
+    ),
     Endpoint(
         "/v1/messages/count_tokens",
         "Token count of an Anthropic message list",
@@ -101,7 +122,12 @@ _ROWS = (
         body=BodyKind.MULTIPART,
         isolation=Isolation.IMPOSSIBLE,
     ),
-    Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above", limits=("max_tokens",)),
+    Endpoint(
+        "/invocations",
+        "SageMaker invocation: any of the JSON bodies above",
+        limits=("max_tokens",),
+        takes_rank=True,
+    ),
 )
 
 ENDPOINTS: dict[str, Endpoint] = {row.path: row for row in _ROWS}

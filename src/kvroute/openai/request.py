@@ -17,7 +17,16 @@ from msgspec.structs import astuple
 from python_multipart.multipart import parse_options_header
 
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
-from kvroute.openai.bounded import BEFORE_MESSAGES, UNREADABLE, Body, Bounded, Message, decode_body
+from kvroute.openai.bounded import (
+    BEFORE_MESSAGES,
+    CACHE_FIELDS,
+    UNREADABLE,
+    Body,
+    Bounded,
+    Message,
+    decode_body,
+)
+from kvroute.openai.cache_reads import reads_cache
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered
 
@@ -102,7 +111,8 @@ _decode_string = msgspec.json.Decoder(str).decode
 
 _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
-_NO_HEAD = [UNSET] * 6
+_NO_OTHERS = [UNSET] * 12
+"""The fields of `Body` after the first five, of a body that has none of them."""
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
 _MAX_TEXT_BYTES = 4_096
@@ -145,6 +155,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """Whose key space the request gets (`server.isolation`); "" without isolation."""
     outline: bytes = b""
     """The body without most of its messages, if its prefix is known. Its other members are complete."""
+    reads_cache: bool = True
+    """Whether an engine that caches prefixes reads its cache for this request (`openai.cache_reads`)."""
     _fields: Mapping[str, Raw] | None = None
     _members: Mapping[str, Raw] | None = None
 
@@ -239,9 +251,17 @@ def _parse_form(
     )
 
 
-def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
-    """The request of a body that was decoded to `decoded`."""
+def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool = False) -> InferenceRequest:
+    """The request of a body that was decoded to `decoded`.
+
+    `is_chat`: the body has messages, although `decoded` has not.
+    """
     model, stream, messages, salt, params, *rest = astuple(decoded)
+    head: Sequence[Raw] = ()
+    does_read = True
+    if rest != _NO_OTHERS:
+        head = [raw for raw in rest[:6] if raw is not UNSET]
+        does_read = reads_cache(endpoint.path, rest[6:], is_chat=is_chat or messages is not UNSET)
     return InferenceRequest(
         endpoint,
         body,
@@ -249,9 +269,10 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         stream is not UNSET and bytes(stream) == b"true",
         True,
         None if messages is UNSET else messages,
-        () if rest == _NO_HEAD else [raw for raw in rest if raw is not UNSET],
+        head,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
+        reads_cache=does_read,
     )
 
 
@@ -266,6 +287,7 @@ def _parse_loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
 def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) -> InferenceRequest:
     """The request of a body with these top-level fields; its `messages` are not decoded."""
     stream = fields.get("stream")
+    values = [fields.get(name, UNSET) for name in CACHE_FIELDS]
     return InferenceRequest(
         endpoint,
         body,
@@ -276,6 +298,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         head=[fields[name] for name in BEFORE_MESSAGES if name in fields],
         cache_salt=fields.get("cache_salt"),
         kv_transfer_params=fields.get("kv_transfer_params"),
+        reads_cache=reads_cache(endpoint.path, values, is_chat="messages" in fields),
     )
 
 

@@ -271,7 +271,8 @@ class Dispatched(PeerMessage, frozen=True):
 
 
 class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of the first version name it
-    """Requests of one model that the sender dispatched to a worker, and that ended before it was published.
+    """Requests of one model that the sender dispatched to a worker, or to one data-parallel rank of it, and
+    that ended before that was published.
 
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
     dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
@@ -289,6 +290,7 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     sizes: list[int]
     fresh: bytes
     repeated: bytes = b""
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
@@ -377,10 +379,12 @@ class SnapshotRequest(PeerMessage, frozen=True):
 
 
 class RecentPrompts(PeerMessage, frozen=True):
-    """Prompts that were sent to a worker, the least recently used first, each as packed keys."""
+    """Prompts that were sent to a worker, or to one rank of it, the least recently used first, as packed
+    keys."""
 
     worker: str
     prompts: list[bytes]
+    rank: int | None = None
 
 
 class LearnedCosts(PeerMessage, frozen=True):
@@ -392,9 +396,10 @@ class LearnedCosts(PeerMessage, frozen=True):
 
 
 class PlacedSessions(PeerMessage, frozen=True):
-    """`Session.placements`, for a process that joins."""
+    """`Session.placements`, for a process that joins. `ranks` has the rank of each, if any has one."""
 
     placements: list[tuple[str, int, str, str]]
+    ranks: list[int | None] = msgspec.field(default_factory=list)
 
 
 class KeyUsed(PeerMessage, frozen=True):
