@@ -207,7 +207,8 @@ async def kv_event_sources(call: Call, worker: SimWorker) -> None:
 async def reset_prefix_cache(call: Call, worker: SimWorker) -> None:
     """POST /reset_prefix_cache: as in vLLM, refused while requests run; the event follows in the next
     iteration."""
-    await call.respond({"success": all([engine.reset_prefix_cache() for engine in worker.engines])})
+    done = [engine.reset_prefix_cache() for engine in worker.engines]
+    await call.respond({"success": all(done)})
 
 
 async def sleep(call: Call, worker: SimWorker) -> None:
