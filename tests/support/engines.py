@@ -45,6 +45,7 @@ class FakeEngine:
     """Whether the metrics have the label `enable_prefix_caching`."""
     blocks: int = 4096
     seconds: float = 0.0
+    has_dev_mode: bool = True
     url: str = ""
     start_time: float = 1_000_000.0
     sleeps: int = 0
@@ -138,7 +139,7 @@ class FakeEngine:
             return 200, self.page().encode()
         if method == "GET":
             return (200, b"") if path == "/health" else (404, b"{}")
-        if re.fullmatch(r"/(reset_prefix_cache|sleep|wake_up|pause|resume)", path):
+        if self.has_dev_mode and re.fullmatch(r"/(reset_prefix_cache|sleep|wake_up|pause|resume)", path):
             self.posts.append(target)
             if path != "/wake_up" and path != "/resume" and parse_qs(query).get("clear_cache") != ["false"]:
                 self.clear()

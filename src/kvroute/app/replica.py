@@ -37,6 +37,7 @@ from kvroute.replicas.members import (
 from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,
+    CacheCleared,
     Dispatched,
     Ejected,
     EndedRequests,
@@ -261,6 +262,7 @@ class Replica:
             SessionForgotten: lambda _, message: router.session_forgotten_by_peer(message.session_key),
             OverridesChanged: self._on_overrides,
             Ejected: self._on_ejected,
+            CacheCleared: self._on_cache_cleared,
             SnapshotRequest: self._on_snapshot_request,
             RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, self.groups, recent),
             LearnedCosts: self._on_learned_costs,
@@ -528,6 +530,24 @@ class Replica:
         with contextlib.suppress(NotFound):
             self._health.recheck(self._fleet.get(message.worker))
 
+    def cache_cleared(self, worker: Worker, rank: int | None = None) -> None:
+        """The cache of a worker was emptied through the admin API, or that of one rank by its own event.
+
+        Each gateway reads the events itself.
+        """
+        if rank is None:
+            self.publish(CacheCleared(worker.id))
+        elif self.mesh is not None:
+            self.mesh.publish(CacheCleared(worker.id, rank))
+
+    def _on_cache_cleared(self, _: PeerId, message: CacheCleared) -> None:
+        with contextlib.suppress(NotFound):
+            worker = self._fleet.get(message.worker)
+            if message.rank is None:
+                self._fleet.report_cleared(worker, "was reset through another process")
+            else:
+                self._router.history_cleared(worker, message.rank)
+
     def _on_overrides(self, _: PeerId, message: OverridesChanged) -> None:
         if (overrides := self._overrides.merge(message, self._fleet.admin_overrides())) is not None:
             self._fleet.apply_admin_overrides(overrides)
@@ -538,6 +558,8 @@ class Replica:
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.EJECTED and worker.ejection is not None:
             self.publish(Ejected(worker.id, worker.ejection.value))
+        elif change in (FleetChange.CLEARED, FleetChange.STALE, FleetChange.RESTARTED):
+            self.own.cache_cleared(worker.id)
 
 
 def redis_channel(options: SharingOptions, gateway: bytes, process: int, clock: Clock) -> Channel | None:

@@ -222,7 +222,7 @@ class DeletionCosts:
         self._logged_trouble = trouble
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
-        if change in (FleetChange.LEFT, FleetChange.RESTARTED):
+        if change in (FleetChange.LEFT, FleetChange.RESTARTED, FleetChange.CLEARED, FleetChange.STALE):
             for unit in worker.units:
                 self._cache_value.forget(unit)
         if change in (FleetChange.LEFT, FleetChange.JOINED):

@@ -164,6 +164,10 @@ class FleetChange(StrEnum):
     """The worker is no longer in any view. Its index is reused after the listeners have returned."""
     RESTARTED = "restarted"
     """The worker's process was restarted, so its cache is empty."""
+    CLEARED = "cleared"
+    """The worker's prefix cache was emptied; its process continues."""
+    STALE = "stale"
+    """The worker's prefix cache may have been emptied: by sleep mode, or for new weights. KV events tell."""
     CAPACITY = "capacity"
     """`capacity_tokens`, `block_size` or the units of the worker's ranks changed."""
     MODELS = "models"
@@ -447,6 +451,18 @@ class Fleet:
         else:
             for change, changed in changes:
                 self._notify(change, changed)
+
+    def report_cleared(self, worker: Worker, why: str) -> None:
+        """The prefix cache of a worker is empty now. `why` follows the worker's name in the log."""
+        if self._is_current(worker):
+            log.info("worker %s %s: its prefix cache is empty", worker.id, why)
+            self._notify(FleetChange.CLEARED, worker)
+
+    def report_stale(self, worker: Worker) -> None:
+        """The prefix cache of a worker may have been emptied since its metrics were read the last time."""
+        if self._is_current(worker):
+            log.info("worker %s was asleep or got new weights: what it was sent counts no more", worker.id)
+            self._notify(FleetChange.STALE, worker)
 
     def refresh_ramp(self, worker: Worker, now: float) -> None:
         """Set `worker.share` to its value at `now`. Safe at any time: the ramp stays on the same line."""

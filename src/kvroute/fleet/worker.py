@@ -118,6 +118,19 @@ class FetchedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepFacts:
+    """What a worker's metrics show of sleep mode and of new weights (vLLM 0.32)."""
+
+    is_asleep: bool = False
+    """`vllm:engine_sleep_state`: not awake. Also a paused engine, after `/sleep?level=0`."""
+    is_emptied: bool = False
+    """Asleep at a level that discards the KV cache."""
+    operations: int = 0
+    """Completed operations since the start that may have emptied the cache: `/sleep`, the release of KV
+    memory, updates of weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What a worker reported in `/v1/models` and `/metrics`. A failed read keeps the last good values."""
 
@@ -141,6 +154,7 @@ class WorkerFacts:
     """`process_start_time_seconds`. If it changes, the worker has restarted and its cache is empty."""
     concurrency: LearnedConcurrency = LearnedConcurrency()
     fetched: FetchedTokens = FetchedTokens()
+    sleep: SleepFacts = SleepFacts()
 
 
 class EngineQueue(NamedTuple):
@@ -380,6 +394,14 @@ _RUNNING = b"vllm:num_requests_running{"
 _WAITING = b"vllm:num_requests_waiting{"
 _BY_SOURCE = b"vllm:prompt_tokens_by_source_total{"
 _FROM_ENGINES = b'source="external_kv_transfer"'
+_SLEEP_STATE = b"vllm:engine_sleep_state{"
+_SLEEPS = b"vllm:sleep_mode_operation_duration_seconds_count{"
+_WEIGHT_UPDATES = b"vllm:rl_weight_update_operation_duration_seconds_count{"
+_EMPTYING = (
+    (_SLEEPS, b'operation="sleep"'),
+    (_SLEEPS, b'operation="release_kv_cache_memory"'),
+    (_WEIGHT_UPDATES, b'operation="update"'),
+)
 _LABEL = re.compile(rb'(?:^|,)\s*(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -408,6 +430,7 @@ class MetricsPage:
     waiting: int | None = None
     fetched_tokens: int = 0
     """`vllm:prompt_tokens_by_source_total` from other engines (`external_kv_transfer`), summed likewise."""
+    sleep: SleepFacts = SleepFacts()
 
 
 def parse_models(body: bytes) -> ModelsPage:
@@ -476,6 +499,21 @@ def parse_metrics(page: bytes) -> MetricsPage:
         _sum(page, _RUNNING),
         _sum(page, _WAITING) if _WAITING in page else None,
         _sum(page, _BY_SOURCE, _FROM_ENGINES),
+        _sleep(page),
+    )
+
+
+def _sleep(page: bytes) -> SleepFacts:
+    states: dict[bytes, bool] = {}
+    for line in _lines(page, _SLEEP_STATE):
+        labels, _, value = line.rpartition(b"}")
+        state = dict(_LABEL.findall(labels)).get(b"sleep_state", b"")
+        states[state] = states.get(state, False) or value.split()[:1] == [b"1.0"]
+    is_asleep = not states.get(b"awake", True)
+    return SleepFacts(
+        is_asleep,
+        is_asleep and (states.get(b"weights_offloaded", False) or states.get(b"discard_all", False)),
+        sum(_sum(page, name, label) for name, label in _EMPTYING),
     )
 
 

@@ -188,6 +188,12 @@ class OwnDecisions:
             self._unfinished[number] = dispatch
         return dispatch.messages(self._groups.encode)
 
+    def cache_cleared(self, worker: str) -> None:
+        """The worker's cache is empty: what it computed before is not sent as its prompts any more."""
+        for each in (*self._gathered, *self._ended):
+            if isinstance(each, OwnDispatch) and each.candidate.worker.id == worker:
+                each.is_cleared = each.ended_at is not None
+
     def unfinished(self) -> list[SharedMessage]:
         """The messages that bring a newly linked process up to date with the requests in flight.
 
@@ -214,6 +220,8 @@ class OwnDispatch(msgspec.Struct, eq=False):
     _has_first_token: bool = False
     number: int = 0
     """This process's number for a published request; 0: the others do not know it."""
+    is_cleared: bool = False
+    """Whether it ended before the worker's cache was emptied."""
 
     @property
     def is_answered(self) -> bool:
@@ -288,7 +296,7 @@ def _ended_messages(
                 answered += 1
                 prefill_s += each.candidate.prefill_s
                 stay_s += each.ended_at - each.started_at
-            for prompt in each.query.prompts:
+            for prompt in () if each.is_cleared else each.query.prompts:
                 keys = prompt.keys
                 size = len(keys)
                 if size and sent is not None:

@@ -378,6 +378,14 @@ class SnapshotRequest(PeerMessage, frozen=True):
     only_reports: bool = False
 
 
+class CacheCleared(PeerMessage, frozen=True):
+    """The prefix cache of a worker was emptied through the admin API, or that of one rank by its own
+    event."""
+
+    worker: str
+    rank: int | None = None
+
+
 class RecentPrompts(PeerMessage, frozen=True):
     """Prompts that were sent to a worker, or to one rank of it, the least recently used first, as packed
     keys."""
@@ -483,6 +491,7 @@ SharedMessage: TypeAlias = (
     | SessionForgotten
     | OverridesChanged
     | Ejected
+    | CacheCleared
     | SnapshotRequest
     | RecentPrompts
     | LearnedCosts

@@ -493,6 +493,10 @@ class Router:
         for unit in worker.units:
             self._history.forget(unit)
 
+    def history_cleared(self, worker: Worker, rank: int) -> None:
+        """Drop the history of one rank, or of a worker with one rank, whose cache is empty."""
+        self._history.forget(worker.unit_of(rank))
+
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""
         self._sizes.resize(worker)
