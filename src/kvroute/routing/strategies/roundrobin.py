@@ -58,7 +58,7 @@ class RoundRobin:
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         queue = self._queues.get(view.model) or _FairQueue()
         chosen = min(view.workers, key=lambda worker: queue.start(worker.id))
-        targets = targets_of(query, view)
+        targets = None if view.by_rank is None else targets_of(query, view)
         if targets is not None:
             ranks = ranks_of(chosen, targets)
             by_rank = rank_by_rank(self._costs, query, targets)

@@ -138,7 +138,7 @@ class Session:
         """Models of placements of other processes (`place`), which may have no ring here."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
-        targets = targets_of(query, view)
+        targets = None if view.by_rank is None else targets_of(query, view)
         if targets is None:
             ranking = self._costs.rank(query, view.workers, queues=view.loads)
         else:
@@ -182,9 +182,10 @@ class Session:
             return
         model, place, worker = query.model, _place(query.session_key), candidate.worker.id
         key, known, rank = (model, place), self._rings.get(model), candidate.rank
-        ranks = list(candidate.worker.rank_units)
-        if rank in ranks and ranks[place % len(ranks)] == rank:
-            rank = None
+        if rank is not None:
+            ranks = list(candidate.worker.rank_units)
+            if rank in ranks and ranks[place % len(ranks)] == rank:
+                rank = None
         if known is not None:
             stored, ring = self._placements.peek(key), known[1]
             if (
