@@ -99,6 +99,17 @@ async def test_a_clients_own_rank_is_kept_and_predicted_as_that_rank(start, stra
         assert min(hits[1], hits[3]) > 500
 
 
+async def test_the_server_of_one_node_counts_its_ranks_from_0(start):
+    """`--data-parallel-hybrid-lb`: its metrics have the ranks of the whole deployment."""
+    client, engines = await start(1, ranks=2, first_rank=2)
+
+    for number in range(6):
+        body = {"model": MODEL, "prompt": f"{number} " * 400, "max_tokens": 1}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    assert {one.given_rank for one in engines[0].received} == {"0", "1"}
+
+
 async def test_a_rank_that_is_no_number_is_the_engines_choice(start):
     client, engines = await start(1, ranks=2)
     body = {"model": MODEL, "prompt": "Some prompt. " * 100, "max_tokens": 1}

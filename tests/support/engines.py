@@ -40,6 +40,9 @@ class FakeEngine:
     """
 
     ranks: int = 1
+    first_rank: int = 0
+    """The label of the first rank: the server of one node counts its ranks from 0 in the header all the
+    same."""
     caches: bool = True
     shows_caching: bool = True
     """Whether the metrics have the label `enable_prefix_caching`."""
@@ -63,7 +66,7 @@ class FakeEngine:
     def page(self) -> str:
         lines = [f"process_start_time_seconds {self.start_time}"]
         for rank in range(self.ranks):
-            labels = f'block_size="16",engine="{rank}",num_gpu_blocks="{self.blocks}"'
+            labels = f'block_size="16",engine="{self.first_rank + rank}",num_gpu_blocks="{self.blocks}"'
             if self.shows_caching:
                 labels += f',enable_prefix_caching="{self.caches}"'
             lines.append(f"vllm:cache_config_info{{{labels}}} 1.0")
@@ -149,6 +152,9 @@ class FakeEngine:
             return 200, b'{"success": true}'
         if path not in _COMPUTED:
             return 404, b"{}"
+        given = headers.get("x-data-parallel-rank", "")
+        if given.isdigit() and int(given) >= self.ranks:
+            return 400, b'{"error": {"message": "data_parallel_rank is out of range"}}'
         return 200, json.dumps(await self.compute(path, headers, json.loads(body))).encode()
 
 

@@ -511,7 +511,7 @@ class PickerPlane(DataPlane):
             headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
         rank = places[0].candidate.rank
         if rank is not None and _RANK not in fields.lower():
-            headers.append((_RANK, b"%d" % rank))
+            headers.append((_RANK, b"%d" % places[0].candidate.worker.sent_rank(rank)))
         return headers
 
     async def pick(

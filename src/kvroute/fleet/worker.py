@@ -241,6 +241,15 @@ class Worker:
         """The unit of one data-parallel rank; `index` if `rank` is None or unknown."""
         return self.index if rank is None else self.rank_units.get(rank, self.index)
 
+    def sent_rank(self, rank: int) -> int:
+        """The value of `X-data-parallel-rank` for a rank: its place among the worker's ranks.
+
+        The server of one node of several (`--data-parallel-hybrid-lb`) may have the ranks 2 and 3; vLLM 0.32
+        counts them from 0 there.
+        """
+        ranks = tuple(self.rank_units)
+        return ranks.index(rank) if rank in ranks else rank
+
     def load_of(self, rank: int | None) -> WorkerLoad:
         """The load of one data-parallel rank, or of the whole worker if `rank` is None."""
         if rank is None:
@@ -345,13 +354,14 @@ class RankTargets(NamedTuple):
 def rank_targets(workers: Sequence[Worker], only: int | None = None) -> RankTargets:
     """The targets of `workers`, in their order.
 
-    With `only` a worker with several ranks counts with that rank alone; as a whole if it has no such rank.
+    With `only` a worker with several ranks counts with the rank of that place alone (`Worker.sent_rank`); as
+    a whole if it has no such rank.
     """
     pairs: list[tuple[Worker, int | None]] = []
     for worker in workers:
         ranks: Sequence[int | None] = tuple(worker.rank_units) or (None,)
         if only is not None:
-            ranks = (only if only in worker.rank_units else None,)
+            ranks = ranks[only : only + 1] if worker.rank_units and only < len(ranks) else (None,)
         pairs += [(worker, rank) for rank in ranks]
     units = [worker.unit_of(rank) for worker, rank in pairs]
     return RankTargets(

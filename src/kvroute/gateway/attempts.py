@@ -169,7 +169,7 @@ class Attempts(Struct, eq=False):
         """
         plan, fields, held = self._plan, self._fields, candidate.held
         if held is not None and held.rank is not None and not has_rank(fields):
-            fields += b"x-data-parallel-rank: %d\r\n" % held.rank
+            fields += b"x-data-parallel-rank: %d\r\n" % candidate.worker.sent_rank(held.rank)
         if body is None:
             body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         transport = self._deps.transports.of(candidate.worker)

@@ -208,7 +208,7 @@ class RouteQuery(Struct, frozen=True, gc=False):
     takes_rank: bool = True
     """Whether the gateway may choose the data-parallel rank; False if the engine's own balancer does."""
     rank: int | None = None
-    """The data-parallel rank that the client has chosen."""
+    """The data-parallel rank that the client has chosen, as in the header (`Worker.sent_rank`)."""
 
 
 class CostTerms(NamedTuple):

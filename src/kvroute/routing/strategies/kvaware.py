@@ -121,7 +121,8 @@ class KvAware:
         if not query.takes_rank:
             return ((None, None),)
         if query.rank is not None:
-            return ((by_rank.get(query.rank), query.rank if query.rank in ranks else None),)
+            rank = ranks[query.rank] if query.rank < len(ranks) else None
+            return ((None if rank is None else by_rank.get(rank), rank),)
         return [(by_rank.get(rank), rank) for rank in ranks]
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
