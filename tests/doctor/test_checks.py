@@ -91,6 +91,18 @@ def test_a_prediction_that_sees_nothing_of_a_full_cache_is_an_error():
     assert "(the stream is silent)" in found["prediction-missed"].what
 
 
+@pytest.mark.parametrize(
+    ("inside", "hybrid"), [(True, "a/config.json has layers of several kinds"), (True, ""), (False, "x")]
+)
+def test_the_connector_within_the_engine_is_a_warning_for_hybrid_models(inside, hybrid):
+    found = judged(replace(WORKER, has_lmcache_inside=inside, hybrid_model=hybrid))
+
+    assert ("connector-not-hybrid" in found) is bool(inside and hybrid)
+    if inside and hybrid:
+        assert found["connector-not-hybrid"].severity is Severity.WARNING
+        assert hybrid in found["connector-not-hybrid"].what
+
+
 def test_a_repeated_prompt_that_is_not_cached_is_an_error():
     assert "probe-missed" in judged(replace(WORKER, pair=replace(WORKER.pair, reported=0, counted=0)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import inf, nan
 
 import msgspec
@@ -772,3 +773,44 @@ def test_exact_prompts_in_flight_in_another_process_count_as_held(clock):
 
     held = {c.worker.id: c.matched_tokens for c in decision.ranking}
     assert held == {w.id: 800 if w.id == chosen.worker.id else 0 for w in other.fleet.workers()}
+
+
+def with_ranks(gateway: Gateway, count: int = 2) -> None:
+    for worker in gateway.fleet.workers():
+        gateway.fleet.update_facts(worker, replace(worker.facts, ranks=tuple(range(count))))
+        gateway.router.capacity_changed(worker)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended before it was published", "in flight"])
+def test_another_process_knows_what_was_sent_to_which_rank(ends, clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    with_ranks(one)
+    with_ranks(other)
+    text = "one conversation on one rank " * 40
+
+    dispatch, chosen = one.send(text)
+    if ends:
+        dispatch.finish(clock.now())
+    other.receive(one)
+
+    assert chosen.rank is not None
+    view, found = other.fleet.view(MODEL), dict[int, dict[str, int]]()
+    for rank in (0, 1):
+        ranking = other.router.decide(other.query(text, rank=rank), view).ranking
+        found[rank] = {each.worker.id: each.matched_tokens for each in ranking if each.matched_tokens}
+    assert list(found[chosen.rank]) == [chosen.worker.id]
+    assert found[1 - chosen.rank] == {}
+    load = other.fleet.get(chosen.worker.id).load_of(chosen.rank)
+    assert load.in_flight == (0 if ends else 1)
+
+
+def test_what_ended_before_a_cache_was_emptied_is_not_sent_as_cached(clock):
+    one, other = Gateway("prefixaware", clock), Gateway("prefixaware", clock)
+    text = "a prompt whose blocks are gone " * 40
+    dispatch, chosen = one.send(text)
+    dispatch.finish(clock.now())
+
+    one.own.cache_cleared(chosen.worker.id)
+    other.receive(one)
+
+    assert other.send(text)[1].matched_tokens == 0

@@ -34,7 +34,9 @@ def utilisation_of(queues, now) -> tuple[float, float]:
     return seconds / len(queues), seconds / requests if requests else 0.0
 
 
-def candidate_of(costs, history, query, worker, queue, held, load, where, speeds, pressure) -> Candidate:
+def candidate_of(
+    costs, history, query, worker, queue, held, load, where, speeds, pressure, assumed
+) -> Candidate:
     """One worker's score and its terms."""
     rho, mean_prefill_s = pressure
     miss = query.tokens - held
@@ -51,7 +53,7 @@ def candidate_of(costs, history, query, worker, queue, held, load, where, speeds
         part, new_blocks = history.part(worker.index), int(miss / each)
         eviction = costs.eviction_weight * part.evicted_by(new_blocks) * each * costs.token_s
         over = part.active_blocks + new_blocks + queue.in_flight - costs.memory_limit * part.capacity_blocks
-        residence = RESIDENCE_S if queue.residence_s is None else queue.residence_s
+        residence = assumed if queue.residence_s is None else queue.residence_s
         memory = residence * max(0.0, over) / part.capacity_blocks
     decode = costs.active_token_s * queue.active_tokens
     score = max(wait, load.ready_s) + prefill + memory + eviction + marginal + decode
@@ -67,8 +69,10 @@ def plain_ranking(model, costs, history, query, workers, matched, loads, where, 
         for worker, held in zip(workers, where, strict=True)
     ]
     pressure = utilisation_of(queues, query.now)
+    known = [queue.residence_s for queue in queues if queue.residence_s is not None]
+    assumed = sum(known) / len(known) if known else RESIDENCE_S
     ranking = [
-        candidate_of(costs, history, query, worker, queue, held, load, each, speeds, pressure)
+        candidate_of(costs, history, query, worker, queue, held, load, each, speeds, pressure, assumed)
         for worker, queue, held, load, each in zip(workers, queues, matched, loads, where, strict=True)
     ]
     ranking.sort(key=lambda candidate: candidate.score)

@@ -292,11 +292,13 @@ class CacheTracker:
         rate_measured: Callable[[int, Tier, float, int], None],
         channel: Channel | None = None,
         indexes: tuple[PrefixIndex, CopyableChunkIndex] | None = None,
+        on_cleared: Callable[[Worker, int], None] | None = None,
     ) -> None:
         """`on_slot_removed` gets each slot that leaves the map. `rate_measured` gets slot, tier, the mean
         bandwidth in GB/s from the tier to the slot, and the number of measured loads. `channel` leads to the
         gateways that LMCache's reports are forwarded to. `indexes` replace the default ones, for a map that
-        is published to other processes (`replicas.maps`)."""
+        is published to other processes (`replicas.maps`). `on_cleared` gets worker and rank of each event
+        that clears a whole cache."""
         self._fleet = fleet
         self._clock = clock
         self._client = worker_client(config)
@@ -307,7 +309,9 @@ class CacheTracker:
         self._on_slot_removed = on_slot_removed
         self._isolation = isolation
         self._background = BackgroundTasks(clock)
-        self._ingest = EventIngest(self._index, self._client, clock, config.kv_events, self._streams_changed)
+        self._ingest = EventIngest(
+            self._index, self._client, clock, config.kv_events, self._streams_changed, on_cleared
+        )
         # Any program can register as an LMCache server, and the gateway polls its status: it must not get the
         # workers' key.
         self._keyless = lmcache_client(config.lmcache.coordinator)

@@ -37,6 +37,7 @@ from kvroute.replicas.members import (
 from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,
+    CacheCleared,
     Dispatched,
     Ejected,
     EndedRequests,
@@ -263,6 +264,7 @@ class Replica:
             SessionForgotten: lambda _, message: router.session_forgotten_by_peer(message.session_key),
             OverridesChanged: self._on_overrides,
             Ejected: self._on_ejected,
+            CacheCleared: self._on_cache_cleared,
             SnapshotRequest: self._on_snapshot_request,
             RecentPrompts: lambda _, recent: apply_recent_prompts(router, fleet, self.groups, recent),
             LearnedCosts: self._on_learned_costs,
@@ -489,7 +491,9 @@ class Replica:
         yield learned_costs(self._router, self._fleet.workers())
         placed = self._sessions().placements()
         for start in range(0, len(placed), _TOGETHER):
-            yield (PlacedSessions([*placed[start : start + _TOGETHER]]),)
+            some = placed[start : start + _TOGETHER]
+            ranks = [each[4] for each in some]
+            yield (PlacedSessions([each[:4] for each in some], ranks=ranks),)
         models, latest = self._router.sessions.latest(_SESSIONS)
         for start in range(0, len(latest), _TOGETHER):
             yield (PlacedSessions([], models, [*latest[start : start + _TOGETHER]]),)
@@ -513,8 +517,9 @@ class Replica:
 
     def _on_placed_sessions(self, peer: PeerId, message: PlacedSessions) -> None:
         if peer == self._joining.source:
-            for model, place, home, worker in message.placements:
-                self._sessions().place(model, place, WorkerId(home), WorkerId(worker))
+            ranks = message.ranks or [None] * len(message.placements)
+            for (model, place, home, worker), rank in zip(message.placements, ranks, strict=False):
+                self._sessions().place(model, place, WorkerId(home), WorkerId(worker), rank)
             latest = [(session, WorkerId(worker)) for session, worker in message.latest]
             self._router.sessions.adopt(message.models, latest)
 
@@ -533,6 +538,24 @@ class Replica:
         with contextlib.suppress(NotFound):
             self._health.recheck(self._fleet.get(message.worker))
 
+    def cache_cleared(self, worker: Worker, rank: int | None = None) -> None:
+        """The cache of a worker was emptied through the admin API, or that of one rank by its own event.
+
+        Each gateway reads the events itself.
+        """
+        if rank is None:
+            self.publish(CacheCleared(worker.id))
+        elif self.mesh is not None:
+            self.mesh.publish(CacheCleared(worker.id, rank))
+
+    def _on_cache_cleared(self, _: PeerId, message: CacheCleared) -> None:
+        with contextlib.suppress(NotFound):
+            worker = self._fleet.get(message.worker)
+            if message.rank is None:
+                self._fleet.report_cleared(worker, "was reset through another process")
+            else:
+                self._router.history_cleared(worker, message.rank)
+
     def _on_overrides(self, _: PeerId, message: OverridesChanged) -> None:
         if (overrides := self._overrides.merge(message, self._fleet.admin_overrides())) is not None:
             self._fleet.apply_admin_overrides(overrides)
@@ -543,6 +566,8 @@ class Replica:
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.EJECTED and worker.ejection is not None:
             self.publish(Ejected(worker.id, worker.ejection.value))
+        elif change in (FleetChange.CLEARED, FleetChange.STALE, FleetChange.RESTARTED):
+            self.own.cache_cleared(worker.id)
 
 
 def redis_channel(options: SharingOptions, gateway: bytes, process: int, clock: Clock) -> Channel | None:

@@ -43,6 +43,7 @@ from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
 from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.decision_lines import announcer
+from kvroute.gateway.engine_control import EngineControl
 from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
@@ -279,7 +280,7 @@ class Runtime:
         shared = (config, self.fleet, self.metrics, clock, *limits)
         mesh, channel = (None, None) if replica is None else (replica.mesh, replica.channel)
         if replica is None or mesh is None:
-            return CacheTracker(*shared, self._rate_measured, channel)
+            return CacheTracker(*shared, self._rate_measured, channel, None, self._cache_cleared)
         from kvroute.app.cache_tracker import CacheMapPublisher
         from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
         from kvroute.app.replica import TRACKING_PROCESS
@@ -293,7 +294,11 @@ class Runtime:
             mesh.publish, clock, config.kv_events, max_chunks=config.lmcache.coordinator.max_chunks
         )
         cache_tracker = CacheTracker(
-            *shared, self._rate_measured, channel, (map_publisher.blocks, map_publisher.chunks)
+            *shared,
+            self._rate_measured,
+            channel,
+            (map_publisher.blocks, map_publisher.chunks),
+            self._cache_cleared,
         )
         map_publisher.attach_tracker(cache_tracker, self.fleet)
         return cache_tracker
@@ -464,6 +469,14 @@ class Runtime:
             self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
             self._replica.members if self._replica is not None else list,
+            EngineControl(
+                self._client,
+                timeout_s=config.admin.engine_timeout_s,
+                api_key=worker_key.get_secret_value()
+                if (worker_key := config.fleet.worker_api_key)
+                else None,
+                cleared=self._cleared_through_admin,
+            ),
         )
         self.live = LiveFigures(
             self.fleet,
@@ -528,11 +541,22 @@ class Runtime:
     def _bandwidth_received(self, slot: int, tier: Tier, gb_s: float) -> None:
         self.router.set_rate(slot, tier, gb_s)
 
+    def _cache_cleared(self, worker: Worker, rank: int) -> None:
+        """An event says that the cache of this rank is empty."""
+        self.router.history_cleared(worker, rank)
+        if self._replica is not None:
+            self._replica.cache_cleared(worker, rank)
+
+    def _cleared_through_admin(self, worker: Worker) -> None:
+        self.fleet.report_cleared(worker, "was reset through the admin API")
+        if self._replica is not None:
+            self._replica.cache_cleared(worker)
+
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         """Update all services that keep data of a worker."""
         if self.cache_tracker is not None:
             self.cache_tracker.fleet_changed(change, worker)
-        if change in (FleetChange.LEFT, FleetChange.RESTARTED):
+        if change in (FleetChange.LEFT, FleetChange.RESTARTED, FleetChange.CLEARED):
             self.audit.forget(worker.id)
         match change:
             case FleetChange.JOINED:
@@ -548,5 +572,7 @@ class Runtime:
             case FleetChange.RESTARTED:
                 self.router.worker_restarted(worker)
                 self._owners.forget_worker(worker.id)
+            case FleetChange.CLEARED | FleetChange.STALE:
+                self.router.worker_restarted(worker)
             case FleetChange.EJECTED if worker.ejection is not None:
                 self.metrics.ejections.labels(worker.id, worker.ejection.value).inc()

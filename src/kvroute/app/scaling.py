@@ -160,7 +160,7 @@ class DeletionCosts:
         now, found = self._clock.now(), []
         for worker in self._fleet.workers():
             if worker.is_routable:
-                cache_s = self._cache_value.seconds(worker.index, now)
+                cache_s = sum(self._cache_value.seconds(unit, now) for unit in worker.units)
                 found.append(WorkerWorth(worker.id, cache_s, worker.load.wait(now)))
         return found
 
@@ -222,8 +222,9 @@ class DeletionCosts:
         self._logged_trouble = trouble
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
-        if change in (FleetChange.LEFT, FleetChange.RESTARTED):
-            self._cache_value.forget(worker.index)
+        if change in (FleetChange.LEFT, FleetChange.RESTARTED, FleetChange.CLEARED, FleetChange.STALE):
+            for unit in worker.units:
+                self._cache_value.forget(unit)
         if change in (FleetChange.LEFT, FleetChange.JOINED):
             self._written.pop(worker.id, None)  # a new pod of that name has no annotation
             self._refused.discard(worker.id)

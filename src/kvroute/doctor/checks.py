@@ -214,6 +214,20 @@ def _prefix_caching(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
+def _hybrid_model(deployment: Deployment, seen: Observations) -> Found:
+    for worker in running(seen):
+        if worker.has_lmcache_inside and worker.hybrid_model:
+            yield warning(
+                "connector-not-hybrid",
+                worker.name,
+                f"LMCacheConnectorV1 with a hybrid model: {worker.hybrid_model}",
+                "This connector turns vLLM's hybrid KV cache manager off, so every layer keeps the KV of "
+                "every token: up to 10 times the memory, and fewer requests at the same time.",
+                "Use LMCache's server (LMCacheMPConnector; in an endpoint spec x-kvroute.lmcache.mode: mp), "
+                "or no connector.",
+            )
+
+
 def _agreement(deployment: Deployment, seen: Observations) -> Found:
     """Block sizes and tokenizers: workers of one model must agree."""
     if not deployment.reads_caches:
@@ -501,6 +515,7 @@ _CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
     _tenants,
     _metrics,
     _prefix_caching,
+    _hybrid_model,
     _agreement,
     _same_name,
     _one_process_twice,

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,6 +34,7 @@ from kvroute.doctor.observations import (
     metric,
 )
 from kvroute.events.options import KvEventSource, configured_sources, parse_sources
+from kvroute.fleet.model_layers import has_hybrid_name, is_hybrid
 from kvroute.fleet.probe import in_words, is_refusal
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ModelsPage, WorkerSpec, parse_models
 
@@ -117,6 +119,8 @@ class Gatherer:
             metrics,
             cache_config(page),
             metric(page, "process_start_time_seconds"),
+            has_lmcache_inside="\nlmcache:" in page,
+            hybrid_model=await asyncio.to_thread(_hybrid_model, listed),
         )
         if not self._deployment.reads_caches:
             return seen
@@ -504,3 +508,25 @@ def _usage(reply: Reply) -> dict[str, Any]:
 def _reported(reply: Reply) -> int | None:
     cached = _mapping(_usage(reply).get("prompt_tokens_details")).get("cached_tokens")
     return cached if isinstance(cached, int) else None
+
+
+_MOST_CONFIG_BYTES: Final = 1_048_576
+
+
+def _hybrid_model(models: ModelsPage | None) -> str:
+    """See `WorkerSeen.hybrid_model`. Reads the `config.json` of a model in a folder of this host."""
+    for card in () if models is None else models.cards:
+        root = card.get("root")
+        if not isinstance(root, str) or card.get("parent") is not None:
+            continue
+        if has_hybrid_name(root):
+            return f"{root} has layers of several kinds"
+        path = Path(root) / "config.json"
+        try:
+            with path.open("rb") as file:
+                config = json.loads(file.read(_MOST_CONFIG_BYTES))
+        except (OSError, ValueError):
+            continue
+        if isinstance(config, dict) and is_hybrid(config):
+            return f"{path} has layers of several kinds"
+    return ""

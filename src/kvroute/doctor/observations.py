@@ -128,6 +128,11 @@ class WorkerSeen:
     streams: tuple[Stream, ...] = ()
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of the sample texts by `/tokenize`; empty if the worker tokenized none."""
+    has_lmcache_inside: bool = False
+    """Whether its metrics have LMCache's: only the connector within the engine (LMCacheConnectorV1) adds
+    them."""
+    hybrid_model: str = ""
+    """How the doctor knows that the model is hybrid; "" if it is not, or if that is unknown."""
     tokenizer_trouble: str | None = None
     """How the gateway's own tokenizer differs from this worker's; "" if it does not, None if there is
     none."""

@@ -197,7 +197,7 @@ class FirstTokens(_Watch):
     def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
         """What the events of this worker will show; None if they show nothing about this prompt."""
         held, worker = candidate.held, candidate.worker
-        if held is None or len(query.exact) != 1:
+        if held is None or len(query.exact) != 1 or not query.reads_cache:
             return None
         place = next((each for each in self._caches.places(worker) if each.slot == held.slot), None)
         if place is None or place.trust is not MapTrust.WHOLE:
@@ -511,7 +511,7 @@ class PickerPlane(DataPlane):
             headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
         rank = places[0].candidate.rank
         if rank is not None and _RANK not in fields.lower():
-            headers.append((_RANK, b"%d" % rank))
+            headers.append((_RANK, b"%d" % places[0].candidate.worker.sent_rank(rank)))
         return headers
 
     async def pick(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import httpx
@@ -114,12 +115,15 @@ class EventIngest:
         clock: Clock,
         options: KvEventsOptions,
         streams_changed: StreamsChanged | None = None,
+        on_cleared: Callable[[Worker, int], None] | None = None,
     ) -> None:
+        """`on_cleared` gets worker and rank of each event that clears a whole cache."""
         self._index = index
         self._client = client
         self._clock = clock
         self._options = options
         self._streams_changed = streams_changed
+        self._on_cleared = on_cleared
         self._snapshot = SnapshotFile(options.snapshot.path) if options.snapshot.path else None
         self._slicer = TimeSlicer(clock, options.slice_ms)
         self._poller = SocketPoller(clock, options.slice_ms, self._slicer)
@@ -211,6 +215,10 @@ class EventIngest:
             if streams and self._streams_changed is not None:
                 self._streams_changed(worker, streams, ())
             self._changed.set()
+        elif change is FleetChange.CLEARED:
+            self.refresh(True)  # events from before must not come later
+            for stream in self.streams(worker):
+                stream.ledger.clear_gpu()
         elif change is FleetChange.RESTARTED:
             for stream in self.streams(worker):
                 stream.subscriber.restarted()
@@ -379,6 +387,8 @@ class EventIngest:
             slot = next(number for number in count() if number not in self._slots)
             self._slots.add(slot)
             ledger = Ledger(self._index, slot, max_orphans=self._options.max_orphan_blocks)
+            if self._on_cleared is not None:
+                ledger.on_cleared = partial(self._on_cleared, worker, source.rank)
             subscriber = KvEventSubscriber(
                 f"{worker.id} rank {source.rank}",
                 ledger,

@@ -8,7 +8,7 @@ not count as another copy. The index may know less than the worker holds, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed
@@ -62,6 +62,8 @@ class Ledger:
         self, index: PrefixIndex, slot: int, *, max_orphans: int = 100_000, max_remembered: int = 65_536
     ) -> None:
         self.counts = LedgerCounts()
+        self.on_cleared: Callable[[], None] | None = None
+        """Called when an event has cleared the whole cache of GPU memory."""
         self.lookahead = 0
         """Tokens that the worker's hashes cover after each block (EAGLE-style speculation). If not 0, the
         keys of the held blocks are those of `blocks.keys.lookahead_keys`."""
@@ -448,6 +450,11 @@ class Ledger:
             self.forgotten += 1
         return certain
 
+    def clear_gpu(self) -> None:
+        """As an event that clears the whole cache: it is known to be empty, but no event says so yet."""
+        # vLLM publishes the event with its next step, so an idle engine publishes none.
+        self._cleared()
+
     def _cleared(self) -> None:
         """vLLM emptied its own prefix cache. LMCache keeps its blocks and announces their removal itself."""
         self.counts.cleared += 1
@@ -457,6 +464,8 @@ class Ledger:
         self._hashless = {}
         self._orphans.clear(Tier.GPU)
         self._pending.clear()
+        if self.on_cleared is not None:
+            self.on_cleared()
 
     def _drop_hashless(self, blocks: int) -> None:
         """Forget at most `blocks` blocks without a known hash, the last ones first."""

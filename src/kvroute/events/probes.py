@@ -216,7 +216,7 @@ class Prober:
                 body["kv_transfer_params"] = transfer_params(prompt.salt)
         headers = {"content-type": "application/json"}
         if len(self.streams) > 1:
-            headers["x-data-parallel-rank"] = str(stream.rank)
+            headers["x-data-parallel-rank"] = str(self.worker.sent_rank(stream.rank))
         try:
             answer = await self.client.post(
                 self.worker.spec.url + "/v1/completions",

@@ -6,7 +6,7 @@ Several discovery sources and the admin API name workers; `DesiredWorkers` merge
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
@@ -164,8 +164,12 @@ class FleetChange(StrEnum):
     """The worker is no longer in any view. Its index is reused after the listeners have returned."""
     RESTARTED = "restarted"
     """The worker's process was restarted, so its cache is empty."""
+    CLEARED = "cleared"
+    """The worker's prefix cache was emptied; its process continues."""
+    STALE = "stale"
+    """The worker's prefix cache may have been emptied: by sleep mode, or for new weights. KV events tell."""
     CAPACITY = "capacity"
-    """`capacity_tokens` or `block_size` changed."""
+    """`capacity_tokens`, `block_size` or the units of the worker's ranks changed."""
     MODELS = "models"
     """The worker serves other models, or describes them differently."""
     STATE = "state"
@@ -388,7 +392,7 @@ class Fleet:
         for spec in desired.values():
             known = self._workers.get(spec.id)
             if known is None:
-                worker = self._workers[spec.id] = Worker(spec, index=self._free_index())
+                worker = self._workers[spec.id] = Worker(spec, index=next(self._free_indices()))
                 self._update_draining(worker)
                 changes.append((FleetChange.JOINED, worker))
             elif known.spec != spec:
@@ -402,9 +406,10 @@ class Fleet:
         if changes or respecified:
             self._changed(*changes)
 
-    def _free_index(self) -> int:
-        taken = {worker.index for worker in self._workers.values()}
-        return next(index for index in count() if index not in taken)
+    def _free_indices(self) -> Iterator[int]:
+        """Numbers that no live worker and no rank of one has, the smallest first."""
+        taken = {unit for worker in self._workers.values() for unit in worker.units}
+        return (index for index in count() if index not in taken)
 
     # Called by the health monitor
 
@@ -445,7 +450,7 @@ class Fleet:
         """Replace a worker's facts. With `restarted`, listeners get RESTARTED before the other changes."""
         if not self._is_current(worker):
             return
-        before = worker.facts, worker.capacity_tokens, worker.block_size
+        before = worker.facts, worker.capacity_tokens, worker.block_size, worker.units
         if same_cards(worker.facts.model_cards, facts.model_cards):
             facts = replace(facts, model_cards=worker.facts.model_cards)
         worker.facts = facts
@@ -453,13 +458,31 @@ class Fleet:
         if restarted:
             log.warning("worker %s has restarted: its cache is empty", worker.id)
             changes.append((FleetChange.RESTARTED, worker))
-        if (worker.capacity_tokens, worker.block_size) != before[1:]:
+        if facts.ranks != tuple(worker.rank_units):
+            worker.rank_units = {}
+            worker.rank_units = dict(zip(facts.ranks, self._free_indices(), strict=False))
+            worker.rank_loads = {rank: worker.load_of(rank) for rank in facts.ranks}
+        if (worker.capacity_tokens, worker.block_size, worker.units) != before[1:]:
             changes.append((FleetChange.CAPACITY, worker))
         if _served(facts) != _served(before[0]):
             self._changed(*changes, (FleetChange.MODELS, worker))
+        elif worker.units != before[3] or facts.caches_prefixes != before[0].caches_prefixes:
+            self._changed(*changes)  # views have what is derived from both
         else:
             for change, changed in changes:
                 self._notify(change, changed)
+
+    def report_cleared(self, worker: Worker, why: str) -> None:
+        """The prefix cache of a worker is empty now. `why` follows the worker's name in the log."""
+        if self._is_current(worker):
+            log.info("worker %s %s: its prefix cache is empty", worker.id, why)
+            self._notify(FleetChange.CLEARED, worker)
+
+    def report_stale(self, worker: Worker) -> None:
+        """The prefix cache of a worker may have been emptied since its metrics were read the last time."""
+        if self._is_current(worker):
+            log.info("worker %s was asleep or got new weights: what it was sent counts no more", worker.id)
+            self._notify(FleetChange.STALE, worker)
 
     def refresh_ramp(self, worker: Worker, now: float) -> None:
         """Set `worker.share` to its value at `now`. Safe at any time: the ramp stays on the same line."""

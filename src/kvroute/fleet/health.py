@@ -297,7 +297,7 @@ class HealthMonitor:
             self._read_isolation(probes), self._read_models(probes), self._read_metrics(probes)
         )
         worker = probes.worker
-        facts, restarted = worker.facts, False
+        facts, restarted, had_metrics = worker.facts, False, probes.had_metrics
         if models is not None:
             facts = replace(facts, models=models.models, adapters=models.adapters, model_cards=models.cards)
         if metrics is not None:
@@ -308,18 +308,27 @@ class HealthMonitor:
                 facts,
                 capacity_tokens=metrics.capacity_tokens,
                 block_size=metrics.block_size,
+                ranks=metrics.ranks,
+                caches_prefixes=metrics.caches_prefixes,
                 start_time=metrics.start_time,
                 concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
                     metrics.running, metrics.waiting or 0
                 ),
                 fetched=facts.fetched.after(metrics.fetched_tokens),
+                sleep=metrics.sleep,
             )
         elif probes.was_refused and probes.was_healthy:
             restarted = True  # unknown; to assume an empty cache is safe
         if restarted and models is None:
             probes.models_due = -math.inf
+        slept = worker.facts.sleep
         if restarted or facts is not worker.facts:
             self._fleet.update_facts(worker, facts, restarted=restarted)
+        if not restarted and facts.sleep != slept and had_metrics:
+            if facts.sleep.is_emptied and not slept.is_emptied:
+                self._fleet.report_cleared(worker, "sleeps")
+            elif facts.sleep.operations > slept.operations:
+                self._fleet.report_stale(worker)
         return failure
 
     async def _read_isolation(self, probes: _WorkerProbes) -> ProbeFailure | None:

@@ -75,6 +75,9 @@ class WorkerSpec:
 
 _ROLES = {role.value: role for role in WorkerRole}
 _PLATEAU_PAGES = 3
+MOST_RANKS = 256
+"""Data-parallel ranks of one worker that are counted: each has a part of the route history."""
+_RANK_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,19 @@ class FetchedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepFacts:
+    """What a worker's metrics show of sleep mode and of new weights (vLLM 0.32)."""
+
+    is_asleep: bool = False
+    """`vllm:engine_sleep_state`: not awake. Also a paused engine, after `/sleep?level=0`."""
+    is_emptied: bool = False
+    """Asleep at a level that discards the KV cache."""
+    operations: int = 0
+    """Completed operations since the start that may have emptied the cache: `/sleep`, the release of KV
+    memory, updates of weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What a worker reported in `/v1/models` and `/metrics`. A failed read keeps the last good values."""
 
@@ -129,10 +145,16 @@ class WorkerFacts:
     summed over data-parallel ranks."""
     block_size: int | None = None
     """Tokens in one block, from `vllm:cache_config_info`."""
+    ranks: tuple[int, ...] = ()
+    """The data-parallel ranks, from the label `engine` of the same metric; empty for a worker with one
+    rank."""
+    caches_prefixes: bool = True
+    """False if its label `enable_prefix_caching` says so: then no block is a hit for a later request."""
     start_time: float | None = None
     """`process_start_time_seconds`. If it changes, the worker has restarted and its cache is empty."""
     concurrency: LearnedConcurrency = LearnedConcurrency()
     fetched: FetchedTokens = FetchedTokens()
+    sleep: SleepFacts = SleepFacts()
 
 
 class EngineQueue(NamedTuple):
@@ -175,6 +197,8 @@ class Worker:
     """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
     """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
+    rank_units: Mapping[int, int] = field(default_factory=dict)
+    """Data-parallel rank -> its unit, for a worker with several ranks. Replaced as a whole."""
 
     @property
     def id(self) -> WorkerId:
@@ -203,6 +227,28 @@ class Worker:
     def block_size(self) -> int:
         """Tokens in one block of the worker's cache: measured, else `ASSUMED_BLOCK_TOKENS`."""
         return self.facts.block_size or ASSUMED_BLOCK_TOKENS
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The numbers under which the route history keeps what was sent to the worker.
+
+        First `index`, for requests whose rank is not known; then those of its ranks. Like `index` they are
+        unique among live workers and reused.
+        """
+        return (self.index, *self.rank_units.values()) if self.rank_units else (self.index,)
+
+    def unit_of(self, rank: int | None) -> int:
+        """The unit of one data-parallel rank; `index` if `rank` is None or unknown."""
+        return self.index if rank is None else self.rank_units.get(rank, self.index)
+
+    def sent_rank(self, rank: int) -> int:
+        """The value of `X-data-parallel-rank` for a rank: its place among the worker's ranks.
+
+        The server of one node of several (`--data-parallel-hybrid-lb`) may have the ranks 2 and 3; vLLM 0.32
+        counts them from 0 there.
+        """
+        ranks = tuple(self.rank_units)
+        return ranks.index(rank) if rank in ranks else rank
 
     def load_of(self, rank: int | None) -> WorkerLoad:
         """The load of one data-parallel rank, or of the whole worker if `rank` is None."""
@@ -252,14 +298,22 @@ class FleetView:
     loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
     """Each worker's `load`, in the order of `workers`."""
     places: Mapping[int, int] = field(init=False, repr=False, compare=False)
-    """`Worker.index` -> position in `workers`."""
+    """Each of a worker's `units` -> the worker's position in `workers`."""
+    by_rank: RankTargets | None = field(init=False, repr=False, compare=False)
+    """The same workers with their ranks; None if each has only one."""
+    caches_prefixes: bool = field(init=False, repr=False, compare=False)
+    """Whether any of the workers caches prefixes."""
     sides: Sides | None = field(init=False, repr=False, compare=False)
     """The prefill side and the decode side; None if each worker does both."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
-        places = {worker.index: place for place, worker in enumerate(self.workers)}
+        places = {unit: place for place, worker in enumerate(self.workers) for unit in worker.units}
         object.__setattr__(self, "places", places)
+        by_rank = rank_targets(self.workers) if len(places) > len(self.workers) else None
+        object.__setattr__(self, "by_rank", by_rank)
+        caches = any(worker.facts.caches_prefixes for worker in self.workers) or not self.workers
+        object.__setattr__(self, "caches_prefixes", caches)
         has_roles = any(worker.role is not WorkerRole.BOTH for worker in self.workers)
         object.__setattr__(self, "sides", self._sides() if has_roles else None)
 
@@ -279,6 +333,44 @@ class FleetView:
                 for workers in by_role.values()
             )
         )
+
+
+class RankTargets(NamedTuple):
+    """Where requests can be sent to: workers with one rank once, the others once per data-parallel rank.
+
+    One column per figure.
+    """
+
+    workers: Sequence[Worker]
+    ranks: Sequence[int | None]
+    """None for a worker with one rank."""
+    units: Sequence[int]
+    """`Worker.unit_of` each rank."""
+    loads: Sequence[WorkerLoad]
+    places: Mapping[int, int]
+    """Unit -> position."""
+
+
+def rank_targets(workers: Sequence[Worker], only: int | None = None) -> RankTargets:
+    """The targets of `workers`, in their order.
+
+    With `only` a worker with several ranks counts with the rank of that place alone (`Worker.sent_rank`); as
+    a whole if it has no such rank.
+    """
+    pairs: list[tuple[Worker, int | None]] = []
+    for worker in workers:
+        ranks: Sequence[int | None] = tuple(worker.rank_units) or (None,)
+        if only is not None:
+            ranks = ranks[only : only + 1] if worker.rank_units and only < len(ranks) else (None,)
+        pairs += [(worker, rank) for rank in ranks]
+    units = [worker.unit_of(rank) for worker, rank in pairs]
+    return RankTargets(
+        tuple(worker for worker, _ in pairs),
+        tuple(rank for _, rank in pairs),
+        units,
+        tuple(worker.load_of(rank) for worker, rank in pairs),
+        {unit: place for place, unit in enumerate(units)},
+    )
 
 
 class Sides(NamedTuple):
@@ -312,6 +404,14 @@ _RUNNING = b"vllm:num_requests_running{"
 _WAITING = b"vllm:num_requests_waiting{"
 _BY_SOURCE = b"vllm:prompt_tokens_by_source_total{"
 _FROM_ENGINES = b'source="external_kv_transfer"'
+_SLEEP_STATE = b"vllm:engine_sleep_state{"
+_SLEEPS = b"vllm:sleep_mode_operation_duration_seconds_count{"
+_WEIGHT_UPDATES = b"vllm:rl_weight_update_operation_duration_seconds_count{"
+_EMPTYING = (
+    (_SLEEPS, b'operation="sleep"'),
+    (_SLEEPS, b'operation="release_kv_cache_memory"'),
+    (_WEIGHT_UPDATES, b'operation="update"'),
+)
 _LABEL = re.compile(rb'(?:^|,)\s*(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -331,11 +431,16 @@ class MetricsPage:
     capacity_tokens: int | None = None
     block_size: int | None = None
     start_time: float | None = None
+    ranks: tuple[int, ...] = ()
+    """See `WorkerFacts.ranks`."""
+    caches_prefixes: bool = True
+    """See `WorkerFacts.caches_prefixes`."""
     running: int = 0
     """`vllm:num_requests_running`, summed over data-parallel ranks; `waiting` likewise."""
     waiting: int | None = None
     fetched_tokens: int = 0
     """`vllm:prompt_tokens_by_source_total` from other engines (`external_kv_transfer`), summed likewise."""
+    sleep: SleepFacts = SleepFacts()
 
 
 def parse_models(body: bytes) -> ModelsPage:
@@ -374,9 +479,14 @@ def parse_metrics(page: bytes) -> MetricsPage:
     # pool and its own line, with the rank in the label `engine`; the sizes are added.
     blocks: dict[bytes, int] = {}
     sizes: dict[bytes, int] = {}
+    engines: set[int] = set()
+    caches_prefixes = True
     for line in _lines(page, _CACHE_CONFIG):
         labels = dict(_LABEL.findall(line))
         rank = labels.get(b"engine", b"")
+        if rank.isdigit() and len(engines) < MOST_RANKS:
+            engines.add(int(rank[:_RANK_DIGITS]))
+        caches_prefixes = caches_prefixes and labels.get(b"enable_prefix_caching") != b"False"
         block = _number(labels.get(b"block_size"))
         count = _number(labels.get(b"num_gpu_blocks"))
         size = _number(labels.get(b"kv_cache_size_tokens")) or (block or 0) * (count or 0)
@@ -394,9 +504,26 @@ def parse_metrics(page: bytes) -> MetricsPage:
         sum(sizes.values()) or None,
         next(iter(blocks.values()), None),
         start_time,
+        tuple(sorted(engines)) if len(engines) > 1 else (),
+        caches_prefixes,
         _sum(page, _RUNNING),
         _sum(page, _WAITING) if _WAITING in page else None,
         _sum(page, _BY_SOURCE, _FROM_ENGINES),
+        _sleep(page),
+    )
+
+
+def _sleep(page: bytes) -> SleepFacts:
+    states: dict[bytes, bool] = {}
+    for line in _lines(page, _SLEEP_STATE):
+        labels, _, value = line.rpartition(b"}")
+        state = dict(_LABEL.findall(labels)).get(b"sleep_state", b"")
+        states[state] = states.get(state, False) or value.split()[:1] == [b"1.0"]
+    is_asleep = not states.get(b"awake", True)
+    return SleepFacts(
+        is_asleep,
+        is_asleep and (states.get(b"weights_offloaded", False) or states.get(b"discard_all", False)),
+        sum(_sum(page, name, label) for name, label in _EMPTYING),
     )
 
 

@@ -25,6 +25,7 @@ from kvroute.fleet.options import WorkerEntry
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.admin_guard import ADMIN, KEY_FINGERPRINT, PAGE
 from kvroute.gateway.asgi import read_body
+from kvroute.gateway.engine_control import ACTIONS, EngineControl
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.live import LiveFigures
 from kvroute.openai.request import parse_object
@@ -59,12 +60,13 @@ def admin_routes(
     caches: Callable[[], Mapping[str, Any]],
     peers: PeerProcesses | None = None,
     members: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+    engines: EngineControl | None = None,
 ) -> APIRouter:
     """The routes under /admin.
 
     `masked_config` returns the resolved configuration without secrets, `caches` the state of the cache map.
     `peers` are the other processes, if there are any; `members` describes this process and those of other
-    gateways.
+    gateways. `engines` passes requests to workers.
     """
 
     # Only declares the key, for /docs.
@@ -127,6 +129,26 @@ def admin_routes(
         fleet.undrain(returned.id)
         _audit(request, "undrained", returned)
         return _described(returned, router)
+
+    def pass_through(control: EngineControl, action: str) -> None:
+        @routes.post(f"/workers/{{worker_id}}/{action}", summary=f"Pass /{action} to a worker", name=action)
+        async def to_one(worker_id: str, request: Request) -> dict[str, Any]:
+            worker = fleet.get(worker_id)
+            answer = await control.send(worker, action, request.url.query)
+            _audit(request, f"got /{action}", worker)
+            return {"worker": worker.id, "answer": answer}
+
+        @routes.post(f"/{action}", summary=f"Pass /{action} to every worker", name=f"{action} all")
+        async def to_all(request: Request) -> dict[str, Any]:
+            chosen = fleet.workers()
+            answers = await control.send_to_all(chosen, action, request.url.query)
+            for worker in chosen:
+                _audit(request, f"got /{action}", worker)
+            return {"workers": answers}
+
+    if engines is not None:
+        for action in ACTIONS:
+            pass_through(engines, action)
 
     @routes.get("/index", summary="What the prefix index holds, per worker")
     async def index() -> dict[str, Any]:

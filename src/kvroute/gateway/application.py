@@ -103,7 +103,10 @@ _NO_BATCHES = (
     "this gateway has no files and no batches. Send the requests of a batch to their own endpoints, such as "
     "/v1/chat/completions, or run them with `vllm run-batch`."
 )
-_ONE_WORKER = "this is for a single worker. Send it to the worker itself; GET /engines lists the workers."
+_ONE_WORKER = (
+    "this is for a single worker. POST /admin/workers/ID/sleep and /admin/workers/ID/wake_up pass it on; "
+    "GET /engines lists the workers."
+)
 _NOT_OFFERED = {
     "files": _NO_BATCHES,
     "batches": _NO_BATCHES,

@@ -28,7 +28,7 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
-from kvroute.gateway.planner import RequestPlan
+from kvroute.gateway.planner import RequestPlan, has_rank
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import Candidate, RouteQuery
@@ -39,7 +39,6 @@ from kvroute.upstream.transport import Transports
 _RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, NoResources, PoolExhausted)
 """After NoResources another worker may have an open connection that is idle."""
 _OWN_LIMITS = (NoResources, PoolExhausted)
-_RANK_FIELD = b"x-data-parallel-rank:"
 
 _WINDOW_S = 10.0
 _STEP_S = 0.01
@@ -169,8 +168,8 @@ class Attempts(Struct, eq=False):
         `is_leg`: the answer is not streamed. `limit_s`: see `WorkerTransport.submit`.
         """
         plan, fields, held = self._plan, self._fields, candidate.held
-        if held is not None and held.rank is not None and _RANK_FIELD not in fields.lower():
-            fields += b"%b %d\r\n" % (_RANK_FIELD, held.rank)
+        if held is not None and held.rank is not None and not has_rank(fields):
+            fields += b"x-data-parallel-rank: %d\r\n" % candidate.worker.sent_rank(held.rank)
         if body is None:
             body = plan.body if plan.other_bodies is None else plan.body_for(candidate.worker.id)
         transport = self._deps.transports.of(candidate.worker)

@@ -151,7 +151,14 @@ def control_routes(
         if model is not None and plane.preparer is not None:
             prepared = await plane.preparer.prepare(parsed, model)
         plan = plane.planner.plan(
-            parsed, b"", headers, plane.clock.now(), owner, with_session=True, prepared=prepared
+            parsed,
+            b"",
+            headers,
+            plane.clock.now(),
+            owner,
+            with_session=True,
+            prepared=prepared,
+            fields=b"".join(b"%b: %b\r\n" % field for field in headers),
         )
         unroutable = [
             {

@@ -304,12 +304,12 @@ class DataPlane:
             if prepared is not None:
                 trace.prepared = trace.planned - record.queued_s
         try:
-            plan = self.planner.plan(request, target, headers, now, owner, prepared)
+            plan = self.planner.plan(request, target, headers, now, owner, prepared, fields=fields)
         except OverLimit as error:  # a limit on prompts, which are first read here
             request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
             if record.use is not None:
                 self._check_may_be_unread(request, record.use.client)
-            plan = self.planner.plan(request, target, headers, now, owner)
+            plan = self.planner.plan(request, target, headers, now, owner, fields=fields)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if trace is not None:
             trace.decided = self._now()

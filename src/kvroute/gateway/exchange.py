@@ -98,11 +98,14 @@ class PredictionAudit:
         if reports is not None and usage.completion_tokens and len(prompts) == 1 and prompts[0].keys:
             # Several choices are several answers, and no usage tells their lengths apart; the next turn has
             # one of them, so the sum is too much. The audit and the discount notice.
-            reports.answers.add(
-                worker.index, prompts[0].keys[-1], usage.prompt_tokens, usage.completion_tokens
-            )
+            unit = worker.unit_of(None if held is None else held.rank)
+            reports.answers.add(unit, prompts[0].keys[-1], usage.prompt_tokens, usage.completion_tokens)
         if feedback is None and usage.cached_tokens is None:
             return
+        if not query.reads_cache or not worker.facts.caches_prefixes:
+            return  # nothing was predicted
+        if query.rank is None and not query.takes_rank:
+            return  # nobody knows the rank whose cache was read
         rank = 0 if held is None or held.rank is None else held.rank
         if feedback is not None and len(query.exact) == 1:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)

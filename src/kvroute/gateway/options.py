@@ -343,6 +343,15 @@ class AdminOptions(Options):
         "client has connected to are always allowed. Another Host is answered 421, another Origin 403.",
     )
 
+    engine_timeout_s: float = option(
+        120.0,
+        "Longest time for a worker's answer to a request that the admin API passes on, such as `/sleep`.",
+        unit="s",
+        higher="large models have time to sleep and to wake up",
+        lower="a hung worker is reported sooner",
+        gt=0,
+    )
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that are set."""

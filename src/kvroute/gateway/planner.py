@@ -169,12 +169,14 @@ class Planner:
         prepared: Prepared | None = None,
         *,
         with_session: bool = False,
+        fields: bytes = b"",
     ) -> RequestPlan:
         """Make the routing decision for `request`.
 
         `owner` is the worker that holds the stored response which the request continues. `with_session` reads
         the session key even if the strategy does not need it. `prepared` has the tokens for
-        `model_to_tokenize`.
+        `model_to_tokenize`. `fields` are the header lines that workers get: a data-parallel rank in them is
+        kept.
 
         Raises ModelNotFound, InvalidRequest (the request names no model and there are several, or it names an
         unknown strategy), OverLimit and NoRoutableWorker.
@@ -208,20 +210,27 @@ class Planner:
             session = self._session_keys.read(request, headers)
             if session is not None and request.tenant:
                 session = _of_tenant(request.tenant, session)
+        endpoint = request.endpoint
         reads_prompt = needs is _PROMPT or needs is _TOKENS or has_roles
+        if reads_prompt and endpoint.is_pooling and not view.caches_prefixes:
+            reads_prompt = False  # such an engine keeps no KV between its steps: only load counts
         prompts = prompts_of(request) if reads_prompt else ()
         if is_isolated:
             space = CacheSpace(canonical, self._isolation.salt(request, model))
         elif request.cache_salt is not None and (salt := cache_salt_of(request)):
             space = CacheSpace(canonical, salt)
         can_move = has_roles and self.hands_over and len(prompts) == 1 and can_hand_over(request)
-        query = self._query(request, view.model, space, now, prompts, session, prepared, can_move)
+        takes_rank, rank = True, None
+        if view.by_rank is not None:
+            takes_rank, rank = _rank_of(endpoint, fields)
+        query = self._query(
+            request, view.model, space, now, prompts, session, prepared, can_move, takes_rank, rank
+        )
         decision = None
         if owner is not None:
             decision = self._router.pinned(query, view, owner)
         if decision is None:
             decision = self._router.decide(query, view, strategy)
-        endpoint = request.endpoint
         return RequestPlan(
             b"POST",
             target,
@@ -279,6 +288,8 @@ class Planner:
         if not self.may_need_tokens or not request.endpoint.fills_kv_cache or request.over:
             return None
         model = self._fleet.resolve(request.model)
+        if not request.reads_cache or not self._fleet.view(model).caches_prefixes:
+            return None
         strategy = self._strategy(model, self._fleet.canonical(model), headers)
         return model if strategy.needs is _TOKENS else None
 
@@ -334,6 +345,8 @@ class Planner:
         session: SessionId | None,
         prepared: Prepared | None,
         can_move: bool,
+        takes_rank: bool,
+        rank: int | None,
     ) -> RouteQuery:
         exact: tuple[ExactPrompt, ...] = ()
         if prepared is not None and len(prepared.prompts) == len(prompts):
@@ -373,7 +386,35 @@ class Planner:
             can_move,
             self._router.sessions.worker(model, key),
             parent,
+            request.reads_cache,
+            takes_rank,
+            rank,
         )
+
+
+_RANK = re.compile(rb"(?:\A|\n)x-data-parallel-rank:([^\r\n]*)", re.IGNORECASE).search
+
+
+def has_rank(fields: bytes) -> bool:
+    """Whether one of these header lines is `X-data-parallel-rank`."""
+    return _RANK(fields) is not None
+
+
+def _rank_of(endpoint: Endpoint, fields: bytes) -> tuple[bool, int | None]:
+    """Whether the gateway may choose the data-parallel rank, and the rank that the client has chosen.
+
+    vLLM 0.32 reads the first header `X-data-parallel-rank`; its balancer chooses if that is no number.
+    """
+    if not endpoint.takes_rank:
+        return False, None
+    found = _RANK(fields)
+    if found is None:
+        return True, None
+    text = found[1].strip()
+    return (True, int(text)) if text.isdigit() and len(text) < _RANK_DIGITS else (False, None)
+
+
+_RANK_DIGITS = 6
 
 
 def tenant_session(tenant: str, session: str) -> str:

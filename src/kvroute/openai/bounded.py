@@ -25,6 +25,9 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 BEFORE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs", "system", "instructions")
 """Fields that chat templates render before the messages, in their order."""
 
+CACHE_FIELDS = ("prompt_logprobs", "echo", "logprobs", "top_logprobs", "use_beam_search", "task")
+"""Fields that decide whether the engine reads its prefix cache (`openai.cache_reads`), in this order."""
+
 
 class Message(Struct, gc=False):
     """The fields that templates render of a message, or of an item of the Responses API."""
@@ -49,7 +52,7 @@ class Body(Struct, gc=False):
     """The fields of a body that the gateway reads, in one pass.
 
     After the first five come `SESSION_MEMBERS`, then the fields that templates render before the messages, in
-    their order.
+    their order, and then those of `openai.cache_reads`.
     """
 
     model: str | None = None
@@ -68,6 +71,12 @@ class Body(Struct, gc=False):
     chat_template_kwargs: Raw | UnsetType = UNSET
     system: Raw | UnsetType = UNSET
     instructions: Raw | UnsetType = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
+    echo: Raw | UnsetType = UNSET
+    logprobs: Raw | UnsetType = UNSET
+    top_logprobs: Raw | UnsetType = UNSET
+    use_beam_search: Raw | UnsetType = UNSET
+    task: Raw | UnsetType = UNSET
 
 
 decode_body = msgspec.json.Decoder(Body).decode
@@ -79,7 +88,7 @@ Head: TypeAlias = Sequence[Raw | UnsetType]
 
 def head_of(decoded: Body) -> Head:
     """The values that a chat template renders before the messages, in its order."""
-    return astuple(decoded)[10:]
+    return astuple(decoded)[10:16]
 
 
 SMALL_BYTES: Final = 65_536
@@ -97,7 +106,7 @@ _PIECE_BYTES: Final = 131_072
 _READ_FIELDS: Final = (
     *("model", "stream", "messages", "cache_salt", "prompt", "input", "query", "text_1", "queries", "text_2"),
     *("suffix", "previous_response_id", "kv_transfer_params", *BEFORE_MESSAGES),
-    *("prompt_embeds", "truncate_prompt_tokens", "truncation_side"),
+    *("prompt_embeds", "truncate_prompt_tokens", "truncation_side", *CACHE_FIELDS),
 )
 """Fields of a large body that the gateway reads."""
 _BYTE_ORDERS: Final = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")

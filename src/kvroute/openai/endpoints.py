@@ -42,6 +42,9 @@ class Endpoint:
     `preamble`: the types of the events of a stream that engines may send before the first token.
     `limits`: the members that limit the length of an answer. Only prompts of endpoints with such members are
     computed by another worker (`openai.kv_transfer`).
+    `takes_rank`: the engine computes a request on the data-parallel rank of its header
+    `X-data-parallel-rank`. For the other endpoints vLLM 0.32 does not read the header: its own balancer
+    chooses the rank.
     """
 
     path: str
@@ -55,16 +58,28 @@ class Endpoint:
     is_anthropic: bool = False
     """The body is that of Anthropic's Messages API."""
     preamble: frozenset[str] = frozenset()
+    takes_rank: bool = False
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine computes prompts for this endpoint, but generates nothing."""
+        return self.fills_kv_cache and not self.limits
 
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
 
 _ROWS = (
-    Endpoint("/v1/chat/completions", "Chat completion", limits=("max_tokens", "max_completion_tokens")),
+    Endpoint(
+        "/v1/chat/completions",
+        "Chat completion",
+        limits=("max_tokens", "max_completion_tokens"),
+        takes_rank=True,
+    ),
     Endpoint(
         "/v1/completions",
         "Completion of one or several texts or token-id prompts",
         limits=("max_tokens",),
+        takes_rank=True,
     ),
     Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT),
     Endpoint(
@@ -82,6 +97,7 @@ _ROWS = (
         limits=("max_tokens",),
         preamble=frozenset({"message_start", "ping"}),
         is_anthropic=True,
+        takes_rank=True,
     ),
     Endpoint(
         "/v1/messages/count_tokens",
@@ -114,7 +130,12 @@ _ROWS = (
         body=BodyKind.MULTIPART,
         isolation=Isolation.IMPOSSIBLE,
     ),
-    Endpoint("/invocations", "SageMaker invocation: any of the JSON bodies above", limits=("max_tokens",)),
+    Endpoint(
+        "/invocations",
+        "SageMaker invocation: any of the JSON bodies above",
+        limits=("max_tokens",),
+        takes_rank=True,
+    ),
 )
 
 ENDPOINTS: dict[str, Endpoint] = {row.path: row for row in _ROWS}

@@ -264,7 +264,7 @@ def _request_and_tail(
 ) -> tuple[InferenceRequest, bytes]:
     """The request without its prompt, and the rendered prompt from byte `base.whole_bytes` on."""
     decoded.messages = UNSET
-    return as_request(endpoint, body, decoded), b"".join([base.rest, *parts])
+    return as_request(endpoint, body, decoded, is_chat=True), b"".join([base.rest, *parts])
 
 
 _MAX_SEARCHED_BYTES: Final = 4_194_304

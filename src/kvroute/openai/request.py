@@ -19,6 +19,7 @@ from python_multipart.multipart import parse_options_header
 from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
 from kvroute.openai.bounded import (
     BEFORE_MESSAGES,
+    CACHE_FIELDS,
     SESSION_MEMBERS,
     UNREADABLE,
     Body,
@@ -27,6 +28,7 @@ from kvroute.openai.bounded import (
     Message,
     decode_body,
 )
+from kvroute.openai.cache_reads import reads_cache
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.openai.prompt import AnyPrompt, Prompt, SeenPrompt, read_prompts, rendered, rendered_head
 
@@ -113,6 +115,7 @@ _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
 _NO_HEAD = (UNSET,) * 6
 _NO_SESSION = (UNSET,) * 5
+_NO_CACHE_FIELDS = (UNSET,) * 6
 _SESSION_PLACES = {name: place for place, name in enumerate(SESSION_MEMBERS)}
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
@@ -158,6 +161,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """Whose key space the request gets (`server.isolation`); "" without isolation."""
     outline: bytes = b""
     """The body without most of its messages, if its prefix is known. Its other members are complete."""
+    reads_cache: bool = True
+    """Whether an engine that caches prefixes reads its cache for this request (`openai.cache_reads`)."""
     _fields: Mapping[str, Raw] | None = None
     _members: Mapping[str, Raw] | None = None
 
@@ -267,11 +272,17 @@ def _parse_form(
     )
 
 
-def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceRequest:
-    """The request of a body that was decoded to `decoded`."""
+def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool = False) -> InferenceRequest:
+    """The request of a body that was decoded to `decoded`.
+
+    `is_chat`: the body has messages, although `decoded` has not.
+    """
     values = astuple(decoded)
     model, stream, messages, salt, params = values[:5]
-    session, rest = values[5:10], values[10:]
+    session, head, cache_fields = values[5:10], values[10:16], values[16:]
+    does_read = cache_fields == _NO_CACHE_FIELDS or reads_cache(
+        endpoint.path, cache_fields, is_chat=is_chat or messages is not UNSET
+    )
     return InferenceRequest(
         endpoint,
         body,
@@ -279,10 +290,11 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body) -> InferenceReque
         stream is not UNSET and bytes(stream) == b"true",
         True,
         None if messages is UNSET else messages,
-        () if rest == _NO_HEAD else rest,
+        () if head == _NO_HEAD else head,
         () if session == _NO_SESSION else session,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
+        reads_cache=does_read,
     )
 
 
@@ -297,6 +309,7 @@ def _parse_loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
 def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) -> InferenceRequest:
     """The request of a body with these top-level fields; its `messages` are not decoded."""
     stream = fields.get("stream")
+    values = [fields.get(name, UNSET) for name in CACHE_FIELDS]
     return InferenceRequest(
         endpoint,
         body,
@@ -307,6 +320,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         head=[fields.get(name, UNSET) for name in BEFORE_MESSAGES],
         cache_salt=fields.get("cache_salt"),
         kv_transfer_params=fields.get("kv_transfer_params"),
+        reads_cache=reads_cache(endpoint.path, values, is_chat="messages" in fields),
     )
 
 

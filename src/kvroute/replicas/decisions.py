@@ -189,6 +189,12 @@ class OwnDecisions:
             self._unfinished[number] = dispatch
         return dispatch.messages(self._groups.encode)
 
+    def cache_cleared(self, worker: str) -> None:
+        """The worker's cache is empty: what it computed before is not sent as its prompts any more."""
+        for each in (*self._gathered, *self._ended):
+            if isinstance(each, OwnDispatch) and each.candidate.worker.id == worker:
+                each.is_cleared = each.ended_at is not None
+
     def unfinished(self) -> list[SharedMessage]:
         """The messages that bring a newly linked process up to date with the requests in flight.
 
@@ -215,6 +221,8 @@ class OwnDispatch(msgspec.Struct, eq=False):
     _has_first_token: bool = False
     number: int = 0
     """This process's number for a published request; 0: the others do not know it."""
+    is_cleared: bool = False
+    """Whether it ended before the worker's cache was emptied."""
 
     @property
     def is_answered(self) -> bool:
@@ -271,14 +279,17 @@ class OwnDispatch(msgspec.Struct, eq=False):
 def _ended_messages(
     requests: Iterable[OwnDispatch], encode: _EncodeKeys, sent: set[tuple[str, int]] | None
 ) -> Iterable[EndedRequests]:
-    """One message for each model and worker, without the prompts in `sent`; the others are added to it.
+    """One message for each model, worker and rank, without the prompts in `sent`; the others are added to it.
 
-    `sent` has workers and last keys.
+    `sent` has workers, with their ranks, and last keys.
     """
-    together: dict[tuple[str, str], list[OwnDispatch]] = {}
+    together: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
     for each in requests:
-        together.setdefault((each.query.model, each.candidate.worker.id), []).append(each)
-    for (model, worker), some in together.items():
+        candidate = each.candidate
+        rank = None if candidate.held is None else candidate.held.rank
+        together.setdefault((each.query.model, candidate.worker.id, rank), []).append(each)
+    for (model, worker, rank), some in together.items():
+        place = worker if rank is None else f"{worker} {rank}"
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
         all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
         sessions = array("Q")
@@ -289,14 +300,14 @@ def _ended_messages(
                 answered += 1
                 prefill_s += each.candidate.prefill_s
                 stay_s += each.ended_at - each.started_at
-            for prompt in each.query.prompts:
+            for prompt in () if each.is_cleared else each.query.prompts:
                 keys = prompt.keys
                 size = len(keys)
                 if size and sent is not None:
                     # The others have it. In their LRU order its last use is `REPEAT_S` too old at most.
-                    if (worker, keys[-1]) in sent:
+                    if (place, keys[-1]) in sent:
                         continue
-                    sent.add((worker, keys[-1]))
+                    sent.add((place, keys[-1]))
                 known, fresh = encode(keys)
                 if known is not None and not fresh:
                     repeated.append(known)
@@ -311,7 +322,7 @@ def _ended_messages(
         figures = answered, prefill_s, stay_s, block_tokens
         if answered or all_known or repeated or sessions:
             lasts, ids = repeated.tobytes(), sessions.tobytes()
-            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, lasts, ids)
+            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, lasts, ids, rank)
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -319,8 +330,8 @@ class _Question(msgspec.Struct, eq=False):
 
     id: int
     asked_at: float
-    prompts: list[tuple[str, PromptSent]]
-    """Worker and prompt that wait for the answer."""
+    prompts: list[tuple[str, int | None, PromptSent]]
+    """Worker, rank and prompt that wait for the answer."""
 
 
 class PeerDecisions:
@@ -390,11 +401,13 @@ class PeerDecisions:
         now, repeated = self._clock.now(), unpack_keys(sent.repeated)
         if sent.answered > 0:
             worker.load.ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
+            if sent.rank in worker.rank_units:
+                worker.load_of(sent.rank).ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
         if sent.sessions:
             self._router.sessions.learn(sent.model, unpack_keys(sent.sessions), worker.id)
         # Prompts that were sent before are most of a load test and of evaluations.
         self._groups.use_all(repeated)
-        for place in self._router.not_repeated(worker, repeated):
+        for place in self._router.not_repeated(worker, repeated, sent.rank):
             self._replay(peer, sent, worker, repeated[place], _NO_KEYS, now)
         all_fresh, end = unpack_keys(sent.fresh), 0
         short: list[array[int]] = []
@@ -406,7 +419,7 @@ class PeerDecisions:
             else:
                 self._replay(peer, sent, worker, known, fresh, now)
         if short:
-            for place in self._router.not_repeated(worker, [keys[-1] for keys in short]):
+            for place in self._router.not_repeated(worker, [keys[-1] for keys in short], sent.rank):
                 self._replay(peer, sent, worker, None, short[place], now)
         self._send_questions(peer)
 
@@ -415,9 +428,10 @@ class PeerDecisions:
     ) -> None:
         keys = self._groups.decode(known, new)
         if keys is None:
-            self._ask(peer, sent.worker, PromptSent(known, pack_keys(new), 0, sent.block_tokens))
+            prompt = PromptSent(known, pack_keys(new), 0, sent.block_tokens)
+            self._ask(peer, sent.worker, prompt, sent.rank)
         elif sent.block_tokens > 0:
-            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, at)
+            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, at, sent.rank)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)
@@ -448,14 +462,14 @@ class PeerDecisions:
         if asked is None:
             return
         question = self._questions.pop(asked)
-        for worker_id, prompt in question.prompts:
+        for worker_id, rank, prompt in question.prompts:
             worker = self._worker(worker_id)
             known = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
             if known is not None and worker is not None:
-                self._router.replay_prompt(worker, known)
+                self._router.replay_prompt(worker, known, rank)
 
     def _dispatch(self, peer: PeerId, sent: Dispatched) -> Dispatch | None:
-        prompts, exact = self._prompts(peer, sent.worker, sent.prompts), list[ExactPrompt]()
+        prompts, exact = self._prompts(peer, sent), list[ExactPrompt]()
         for each in sent.exact:
             keys = self._groups.decode(each.known, unpack_keys(each.fresh))
             if keys is None:
@@ -492,18 +506,20 @@ class PeerDecisions:
         decision = RouteDecision(sent.strategy, _REASONS.get(sent.reason, RouteReason.ONLY_WORKER), ranking)
         return self._router.dispatch(query, decision, candidate, now, is_own=False, learns=learns)
 
-    def _prompts(self, peer: PeerId, worker_id: str, sent: Sequence[PromptSent]) -> list[PromptKeys]:
+    def _prompts(self, peer: PeerId, sent: Dispatched) -> list[PromptKeys]:
         """The prompts whose keys are known here; the keys of the others are asked for."""
         prompts = list[PromptKeys]()
-        for prompt in sent:
+        for prompt in sent.prompts:
             keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh) if prompt.fresh else _NO_KEYS)
             if keys is None:
-                self._ask(peer, worker_id, prompt)
+                self._ask(peer, sent.worker, prompt, sent.rank)
             else:
                 prompts.append(PromptKeys(keys, prompt.tokens, prompt.block_tokens))
         return prompts
 
-    def _ask(self, peer: PeerId, worker_id: str, prompt: PromptSent | ExactSent) -> None:
+    def _ask(
+        self, peer: PeerId, worker_id: str, prompt: PromptSent | ExactSent, rank: int | None = None
+    ) -> None:
         """Ask for keys of a prompt that are not known here, unless that was done. See `_send_questions`."""
         if prompt.known is None:
             return
@@ -519,7 +535,7 @@ class PeerDecisions:
         prompts = sum(len(each.prompts) for each in self._questions.values())
         has_room = prompts < _MAX_WAITING and len(question.prompts) < _MAX_INCOMPLETE
         if has_room and isinstance(prompt, PromptSent):  # the history has no exact keys
-            question.prompts.append((worker_id, prompt))
+            question.prompts.append((worker_id, rank, prompt))
 
     def _send_questions(self, peer: PeerId) -> None:
         """Send the questions of the message that was applied."""

@@ -286,17 +286,20 @@ class Joining:
 
 def recent_prompts(router: Router, workers: Sequence[Worker]) -> Iterable[RecentPrompts]:
     """A snapshot of the route history, for a process that joins."""
-    blocks_per_worker = _RECENT_BLOCKS // max(1, len(workers))
-    for worker in workers:
+    parts: list[tuple[Worker, int | None]] = [
+        (worker, rank) for worker in workers for rank in (None, *worker.rank_units)
+    ]
+    blocks_per_part = _RECENT_BLOCKS // max(1, len(parts))
+    for worker, rank in parts:
         packed, size = list[bytes](), 0
-        for keys in router.recent_prompts(worker, blocks_per_worker):
+        for keys in router.recent_prompts(worker, blocks_per_part, rank):
             packed.append(pack_keys(keys))
             size += len(packed[-1])
             if size >= SPLIT_BYTES or len(packed) == _RECENT_PROMPTS:
-                yield RecentPrompts(worker.id, packed)
+                yield RecentPrompts(worker.id, packed, rank)
                 packed, size = [], 0
         if packed:
-            yield RecentPrompts(worker.id, packed)
+            yield RecentPrompts(worker.id, packed, rank)
 
 
 def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent: RecentPrompts) -> None:
@@ -308,7 +311,7 @@ def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent
     for packed in recent.prompts:
         keys = unpack_keys(packed)
         groups.learn(keys)
-        router.replay_prompt(worker, cast("Sequence[BlockKey]", keys))
+        router.replay_prompt(worker, cast("Sequence[BlockKey]", keys), recent.rank)
 
 
 def learned_costs(router: Router, workers: Sequence[Worker]) -> list[LearnedCosts]:

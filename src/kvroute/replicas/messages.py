@@ -305,7 +305,8 @@ class Dispatched(PeerMessage, frozen=True):
 
 
 class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of the first version name it
-    """Requests of one model that the sender dispatched to a worker, and that ended before it was published.
+    """Requests of one model that the sender dispatched to a worker, or to one data-parallel rank of it, and
+    that ended before that was published.
 
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
     dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
@@ -325,6 +326,7 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     fresh: bytes
     repeated: bytes = b""
     sessions: bytes = b""
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
@@ -413,11 +415,21 @@ class SnapshotRequest(PeerMessage, frozen=True):
     only_reports: bool = False
 
 
+class CacheCleared(PeerMessage, frozen=True):
+    """The prefix cache of a worker was emptied through the admin API, or that of one rank by its own
+    event."""
+
+    worker: str
+    rank: int | None = None
+
+
 class RecentPrompts(PeerMessage, frozen=True):
-    """Prompts that were sent to a worker, the least recently used first, each as packed keys."""
+    """Prompts that were sent to a worker, or to one rank of it, the least recently used first, as packed
+    keys."""
 
     worker: str
     prompts: list[bytes]
+    rank: int | None = None
 
 
 class LearnedCosts(PeerMessage, frozen=True):
@@ -429,11 +441,15 @@ class LearnedCosts(PeerMessage, frozen=True):
 
 
 class PlacedSessions(PeerMessage, frozen=True):
-    """`Session.placements` and `SessionWorkers.latest`, for a process that joins."""
+    """`Session.placements` and `SessionWorkers.latest`, for a process that joins.
+
+    `ranks` has the rank of each placement, if any has one.
+    """
 
     placements: list[tuple[str, int, str, str]]
     models: list[str] = []
     latest: list[tuple[int, str]] = []
+    ranks: list[int | None] = msgspec.field(default_factory=list)
 
 
 class KeyUsed(PeerMessage, frozen=True):
@@ -519,6 +535,7 @@ SharedMessage: TypeAlias = (
     | SessionForgotten
     | OverridesChanged
     | Ejected
+    | CacheCleared
     | SnapshotRequest
     | RecentPrompts
     | LearnedCosts

@@ -6,6 +6,7 @@ history, changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple, overload
@@ -31,16 +32,21 @@ def matched_tokens(
 
     Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
     Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
-    `places` maps a worker's index to its position in `workers` (`FleetView.places`); it is derived if None.
-    `answers` (`reports.Answers.by_worker`): a prompt that continues a whole earlier one shows its answer too.
+    Nothing is matched on a worker that does not cache prefixes, or for a request that does not read the
+    cache. `places` maps units to positions in `workers` (`FleetView.places`, `RankTargets.places`); it is
+    derived if None. Where several units have one position, the engine chooses the rank: then the mean over
+    its ranks counts. `answers` (`reports.Answers.by_unit`): a prompt that continues a whole earlier one shows
+    its answer too.
     """
     totals = [0] * len(workers)
+    if not query.reads_cache:
+        return totals
     for prompt in query.prompts:
         held = history.match(prompt.keys)
         if not held:
             continue
         if places is None:
-            places = {worker.index: place for place, worker in enumerate(workers)}
+            places = {unit: place for place, worker in enumerate(workers) for unit in worker.units}
         length, block_tokens = prompt.tokens, prompt.block_tokens
         tokens = known = 0
         for index, blocks in held.items():
@@ -51,12 +57,21 @@ def matched_tokens(
                 known, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
+            facts = workers[place].facts
+            if not facts.caches_prefixes:
+                continue
             count = tokens
             if answers and blocks < len(prompt.keys) and (ends := answers.get(index)):
                 answered = ends.get(prompt.keys[blocks - 1], 0)
                 if answered > count:
                     count = answered if answered < length else length - 1
-            totals[place] += count - count % (workers[place].facts.block_size or ASSUMED_BLOCK_TOKENS)
+            totals[place] += count - count % (facts.block_size or ASSUMED_BLOCK_TOKENS)
+    if places is not None and len(places) > len(workers):
+        units = Counter(places.values())
+        for place, worker in enumerate(workers):
+            if units[place] > 1:
+                mean = totals[place] // len(worker.rank_units)
+                totals[place] = mean - mean % worker.block_size
     return totals
 
 
@@ -126,9 +141,13 @@ class Ranking(Sequence[Candidate]):
             return self[0] if first is None else first
         return self._candidate(place) if self._all is None else self._all[self.places().index(place)]
 
-    def put_first(self, worker: Worker) -> None:
-        """Move `worker` to the first place; the others keep their order."""
+    def put_first(self, worker: Worker, rank: int | None = None) -> None:
+        """Move `worker`, or one rank of it, to the first place; the others keep their order."""
         place = self.columns[0].index(worker)
+        held_where = self.columns[4]
+        if rank is not None and held_where is not None:
+            while self.columns[0][place] is not worker or held_where[place].rank != rank:
+                place += 1
         if place != self.first_place:
             self.first_place = place
             self._made_first = None
@@ -218,7 +237,7 @@ def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
 
 
 RESIDENCE_S = 5.0
-"""Assumed residence of a request on a worker that has not finished a request yet."""
+"""Assumed residence of a request on a worker, while no candidate has finished a request yet."""
 
 MAX_UTILISATION = 0.9
 """Largest rho in rho / (1 - rho)."""
@@ -339,6 +358,7 @@ class CostModel:
         loads: Sequence[TierLoad] | None = None,
         held_where: Sequence[CandidateMatch] | None = None,
         queues: Sequence[WorkerLoad] | None = None,
+        units: Sequence[int] | None = None,
         predicted: Sequence[int] | None = None,
     ) -> Ranking:
         """Rank `workers`, cheapest first. O(workers).
@@ -346,8 +366,9 @@ class CostModel:
         Ties are broken by active tokens, then by recent prefill, then by a hash of prompt and worker.
         `matched_tokens` has per worker the prompt tokens that it need not compute; `loads` the time to load
         them from slower tiers; `held_where` is put into the candidates. A worker with several ranks is in
-        `workers` once per rank. `queues` has the workers' loads, if the caller has them (`FleetView.loads`).
-        `predicted`: the tokens before a discount, if `matched_tokens` are those after it.
+        `workers` once per rank, and `units` has the `Worker.unit_of` each. `queues` has the workers' loads,
+        if the caller has them (`FleetView.loads`). `predicted`: the tokens before a discount, if
+        `matched_tokens` are those after it.
         """
         # The formula is in docs/routing.md under "Cost". tests/routing/test_cost_formula.py computes it
         # worker by worker and demands the same result to the last bit. Here it is one loop over floats,
@@ -396,6 +417,7 @@ class CostModel:
         miss = tokens
         mean_s = own_s = prefill_s = ready_s = memory_s = eviction_s = marginal_s = ramp_s = 0.0
         best = second = inf
+        assumed_s = 0.0
         is_special = False
         for worker, load, held in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
             if held != known_held:  # otherwise the same figures as for the previous worker
@@ -421,9 +443,9 @@ class CostModel:
                 done_s = wait_s + own_s
             if block_tokens:
                 try:
-                    part = parts[worker.index]
+                    part = parts[worker.index if units is None else units[len(rows)]]
                 except KeyError:
-                    part = self._history.part(worker.index)
+                    part = self._history.part(worker.index if units is None else units[len(rows)])
                 # Most requests fit on every worker, even without a match and without an eviction.
                 if part.blocks + in_flight + most_blocks > fitting_share * part.capacity_blocks:
                     capacity, tracked, new_blocks = (
@@ -435,11 +457,13 @@ class CostModel:
                     over = active + new_blocks + in_flight - memory_limit * capacity
                     if over > 0:
                         is_special, residence_s = True, load.residence_s
-                        memory_s = (RESIDENCE_S if residence_s is None else residence_s) * over / capacity
+                        if residence_s is None:
+                            residence_s = assumed_s = assumed_s or _assumed_residence_s(queues)
+                        memory_s = residence_s * over / capacity
                         score += memory_s
                     # `Part.evicted_by` inlined.
                     excess = tracked + new_blocks - capacity
-                    if excess > 0:
+                    if excess > 0 and worker.facts.caches_prefixes:
                         is_special = True
                         evicted = excess if excess < tracked - active else tracked - active
                         eviction_s = eviction_weight * evicted * block_tokens * token_s
@@ -492,6 +516,14 @@ class CostModel:
         )
         ranking._all = None
         return ranking
+
+
+def _assumed_residence_s(queues: Sequence[WorkerLoad]) -> float:
+    """The residence on a worker that has not finished a request yet: the mean of the others."""
+    # A constant made an unused worker dear where memory is short: with pools of 8 blocks one of two workers
+    # got all requests.
+    known = [load.residence_s for load in queues if load.residence_s is not None]
+    return sum(known) / len(known) if known else RESIDENCE_S
 
 
 def _queues(workers: Sequence[Worker], held_where: Sequence[CandidateMatch] | None) -> Sequence[WorkerLoad]:

@@ -49,6 +49,7 @@ from kvroute.openai.kv_transfer import CONNECTORS
 from kvroute.options import Options, Switch, option
 from kvroute.routing.cost import CostModel, Ranking, matched_tokens, ranking_of
 from kvroute.routing.cost_parameters import Costs
+from kvroute.routing.ranks import best_ranks, rank_by_rank, targets_of
 from kvroute.routing.recording import DecisionRecorder
 from kvroute.routing.strategy import (
     Candidate,
@@ -475,8 +476,7 @@ class Pairs:
             second_side = None if other is None else ranking_of(strategy.rank(query, other).ranking)
         else:
             # The strategy only names the worker that answers. The place of the prefill needs the costs.
-            first_side = self._ranking(query, answering)
-            first_side.put_first(decision.ranking[0].worker)
+            first_side = self._ranking(query, answering, decision.ranking[0])
             second_side = None if other is None else self._ranking(query, other)
         choice = choose(
             query.tokens,
@@ -500,7 +500,15 @@ class Pairs:
             decision.strategy, choice.reason or decision.reason, choice.ranking, choice.handover
         )
 
-    def _ranking(self, query: RouteQuery, view: FleetView) -> Ranking:
-        """The view's workers by cost, with matched tokens from the route history."""
-        matched = matched_tokens(self._history, query, view.workers, view.places)
-        return self._costs.rank(query, view.workers, matched, queues=view.loads)
+    def _ranking(self, query: RouteQuery, view: FleetView, first: Candidate | None = None) -> Ranking:
+        """The view's workers by cost, with matched tokens from the route history. `first` comes first."""
+        targets = targets_of(query, view)
+        if targets is not None:
+            matched = matched_tokens(self._history, query, targets.workers, targets.places)
+            ranking = rank_by_rank(self._costs, query, targets, matched)
+        else:
+            matched = matched_tokens(self._history, query, view.workers, view.places)
+            ranking = self._costs.rank(query, view.workers, matched, queues=view.loads)
+        if first is not None:
+            ranking.put_first(first.worker, first.rank)
+        return ranking if targets is None else ranking_of(best_ranks(ranking))

@@ -89,14 +89,25 @@ class RecordedWorkers(NamedTuple):
     facts: Sequence[WorkerFacts]
     numbers: Sequence[int]
     """`Worker.index`."""
+    rank_units: Sequence[Mapping[int, int]]
+    """`Worker.rank_units`."""
     shares: Sequence[tuple[float, float, float | None]]
     loads: LoadStates
     rank_loads: Mapping[int, tuple[Sequence[int], LoadStates]]
     """Position -> data-parallel ranks and their loads, for workers with several ranks."""
     parts: Sequence[tuple[int, int, int]]
-    """Of the route history: blocks, active blocks, capacity in blocks."""
+    """Of the route history, for each of `units`: blocks, active blocks, capacity in blocks."""
     places: Sequence[Sequence[CachePlace]]
     """Empty without a cache map."""
+
+    @property
+    def units(self) -> Sequence[int]:
+        """`Worker.units` of all workers."""
+        return [
+            unit
+            for number, ranks in zip(self.numbers, self.rank_units, strict=True)
+            for unit in (number, *ranks.values())
+        ]
 
 
 class RecordedDecision(Struct, frozen=True):
@@ -125,6 +136,8 @@ class RecordedDecision(Struct, frozen=True):
                 seen.specs, seen.facts, seen.numbers, seen.shares, seen.loads.restored(), strict=True
             )
         ]
+        for worker, units in zip(workers, seen.rank_units, strict=True):
+            worker.rank_units = units
         for place, (ranks, loads) in seen.rank_loads.items():
             workers[place].rank_loads = dict(zip(ranks, loads.restored(), strict=True))
         return FleetView(self.query.model, tuple(workers), self.version)
@@ -229,6 +242,9 @@ class DecisionRecorder:
                 query.inexact,
                 session_worker=query.session_worker,
                 parent_session=query.parent_session,
+                reads_cache=query.reads_cache,
+                takes_rank=query.takes_rank,
+                rank=query.rank,
             ),
             slots,
         )
@@ -241,7 +257,7 @@ class DecisionRecorder:
         if len(query.prompts) == 1:
             keys, held = query.prompts[0].keys, cast("RecordedKeys", recorded.prompts[0].keys).held
             for index, blocks in held.items():
-                ends = reports.answers.by_worker.get(index)
+                ends = reports.answers.by_unit.get(index)
                 tokens = ends.get(keys[blocks - 1]) if ends and blocks < len(keys) else None
                 if tokens is not None:
                     answers[index] = {BlockKey(blocks - 1): tokens}
@@ -253,15 +269,17 @@ class DecisionRecorder:
         specs: Sequence[WorkerSpec] = [worker.spec for worker in workers]
         facts: Sequence[WorkerFacts] = [worker.facts for worker in workers]
         numbers: Sequence[int] = [worker.index for worker in workers]
+        rank_units: Sequence[Mapping[int, int]] = [worker.rank_units for worker in workers]
         shares: Sequence[tuple[float, float, float | None]] = list(map(_share, workers))
         before = self._latest
-        if before is not None and before[:4] == (specs, facts, numbers, shares):  # shared, to save memory
-            specs, facts, numbers, shares = before[:4]
-        parts = [known.get(number) or self._history.part(number) for number in numbers]
+        if before is not None and before[:5] == (specs, facts, numbers, rank_units, shares):
+            specs, facts, numbers, rank_units, shares = before[:5]  # shared, to save memory
+        parts = [known.get(unit) or self._history.part(unit) for each in workers for unit in each.units]
         self._latest = latest = RecordedWorkers(
             specs,
             facts,
             numbers,
+            rank_units,
             shares,
             copy_loads(view.loads),
             {
@@ -339,8 +357,8 @@ class Redecider:
         ):
             shown.clear()
             shown.update(seen)
-        answers.by_worker.clear()
-        answers.by_worker.update({index: dict(ends) for index, ends in recorded.reports.answers.items()})
+        answers.by_unit.clear()
+        answers.by_unit.update({index: dict(ends) for index, ends in recorded.reports.answers.items()})
         is_own = recorded.decision.strategy == self.name
         stateful = _stateful(strategy)
         if is_own and stateful is not None:
@@ -362,8 +380,8 @@ class _Inputs:
     def use(self, recorded: RecordedDecision) -> None:
         seen = recorded.workers
         self.parts = parts = {}
-        for number, (blocks, active_blocks, capacity_blocks) in zip(seen.numbers, seen.parts, strict=True):
-            part = parts[number] = HistoryShare(number, capacity_blocks)
+        for unit, (blocks, active_blocks, capacity_blocks) in zip(seen.units, seen.parts, strict=True):
+            part = parts[unit] = HistoryShare(unit, capacity_blocks)
             part.blocks, part.active_blocks = blocks, active_blocks
         self._places = dict(zip(seen.numbers, seen.places, strict=False))
         model = recorded.query.model

@@ -75,20 +75,20 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self.by_worker: dict[int, dict[BlockKey, int]] = {}
-        """Worker's index -> last key of a prompt -> tokens of prompt and answer that the worker holds."""
+        self.by_unit: dict[int, dict[BlockKey, int]] = {}
+        """Unit of a worker (`Worker.units`) -> last key of a prompt -> tokens of prompt and answer there."""
 
-    def add(self, index: int, last: BlockKey, prompt_tokens: int, answer_tokens: int) -> None:
+    def add(self, unit: int, last: BlockKey, prompt_tokens: int, answer_tokens: int) -> None:
         """The worker answered the prompt whose last key is `last`."""
-        ends = self.by_worker.setdefault(index, {})
+        ends = self.by_unit.setdefault(unit, {})
         ends.pop(last, None)
         if len(ends) >= _MOST_ANSWERS:
             del ends[next(iter(ends))]
         ends[last] = prompt_tokens + answer_tokens - 1  # the last token is never computed
 
-    def forget(self, index: int) -> None:
-        """The worker has left or restarted; another one may have its index."""
-        self.by_worker.pop(index, None)
+    def forget(self, unit: int) -> None:
+        """The unit's cache is empty; another worker may have its number."""
+        self.by_unit.pop(unit, None)
 
 
 class Reports(NamedTuple):

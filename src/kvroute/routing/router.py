@@ -57,12 +57,21 @@ class HistoryCapacity:
         """Worker's index -> estimated tokens per block. A caller may skip `observe` within `TOLERANCE`."""
         self._sized_by: dict[int, float] = {}
         """Worker's index -> the estimate at the last `resize`; follows `block_tokens` in steps."""
+        self._units: dict[int, tuple[int, ...]] = {}
+        """Worker's index -> its units at the last `resize`."""
 
     def resize(self, worker: Worker) -> None:
-        """Set the size of the worker's part. Called when it joins and when its capacity changes."""
+        """Set the size of the worker's parts. Called when it joins and when its capacity or its ranks
+        change."""
         block_tokens = self.block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
         self._sized_by[worker.index] = block_tokens
-        self._history.set_capacity(worker.index, max(1, int(worker.capacity_tokens / block_tokens)))
+        units, blocks = worker.units, worker.capacity_tokens / block_tokens
+        for gone in set(self._units.get(worker.index, ())) - set(units):
+            self._history.forget(gone)
+        self._units[worker.index] = units
+        self._history.set_capacity(units[0], max(1, int(blocks)))
+        for unit in units[1:]:
+            self._history.set_capacity(unit, max(1, int(blocks / (len(units) - 1))))
 
     def observe(self, worker: Worker, blocks: int, block_tokens: float) -> None:
         """Update the estimate: `blocks` with `block_tokens` tokens in each are sent to the worker."""
@@ -74,14 +83,16 @@ class HistoryCapacity:
             return
         change, tolerated = block_tokens - known, TOLERANCE * known
         if change > tolerated or -change > tolerated:
-            weight = max(_LEAST_WEIGHT, blocks / (blocks + self._history.part(index).blocks + 1))
+            tracked = sum(self._history.part(unit).blocks for unit in worker.units)
+            weight = max(_LEAST_WEIGHT, blocks / (blocks + tracked + 1))
             estimate = self.block_tokens[index] = known + weight * change
             sized_by = self._sized_by[index]
             if abs(estimate - sized_by) > TOLERANCE * sized_by:
                 self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
-        """Drop a worker that has left; another worker may get its index."""
+        """Drop a worker that has left; another worker may get its units."""
+        self._units.pop(worker.index, None)
         self.block_tokens.pop(worker.index, None)
         self._sized_by.pop(worker.index, None)
 
@@ -296,11 +307,8 @@ class Router:
         keys = cast("list[BlockKey]", list(prefix.chain or ()))
         blocks = self._history.match(keys)
         tokens = prefix.tokens / max(1, prefix.blocks)
-        return {
-            worker.id: Tokens(int(blocks[worker.index] * tokens))
-            for worker in workers
-            if worker.index in blocks
-        }
+        most = {worker.id: max(blocks.get(unit, 0) for unit in worker.units) for worker in workers}
+        return {worker: Tokens(int(found * tokens)) for worker, found in most.items() if found}
 
     def pinned(self, query: RouteQuery, view: FleetView, owner: WorkerId) -> RouteDecision | None:
         """The decision for a request that only `owner` can answer; None if `owner` is not in the view."""
@@ -328,6 +336,7 @@ class Router:
         """
         worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
         load = worker.load
+        unit = worker.index if held is None or held.rank is None else worker.unit_of(held.rank)
         sample = self._prefill_sample(query, candidate, now) if streamed and is_own and learns else None
         dispatch = Dispatch(
             load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _sample=sample
@@ -341,8 +350,8 @@ class Router:
                 for prompt in prompts:
                     self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
             if self.cache_value is not None and learns:
-                self.cache_value.dispatched(index, prompts, self._history, now, self.costs(query.model))
-            dispatch.lease = self._history.acquire(index, first.keys)
+                self.cache_value.dispatched(unit, prompts, self._history, now, self.costs(query.model))
+            dispatch.lease = self._history.acquire(unit, first.keys)
         if held is not None or len(prompts) > 1:
             slot, exact = None if held is None else held.slot, query.exact
             if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
@@ -408,20 +417,27 @@ class Router:
         return dispatch
 
     def ended_at_peer(
-        self, worker: Worker, model: str, keys: Sequence[BlockKey], block_tokens: float, now: float
+        self,
+        worker: Worker,
+        model: str,
+        keys: Sequence[BlockKey],
+        block_tokens: float,
+        now: float,
+        rank: int | None = None,
     ) -> None:
         """Account a request of a peer that has ended already, by the keys of its prompt."""
         self._sizes.observe(worker, len(keys), block_tokens)
         if self.cache_value is not None:
             prompt = PromptKeys(keys, 0, block_tokens)
-            self.cache_value.dispatched(worker.index, (prompt,), self._history, now, self.costs(model))
-        self.replay_prompt(worker, keys)
+            unit, costs = worker.unit_of(rank), self.costs(model)
+            self.cache_value.dispatched(unit, (prompt,), self._history, now, costs)
+        self.replay_prompt(worker, keys, rank)
 
-    def not_repeated(self, worker: Worker, lasts: Sequence[int]) -> Iterable[int]:
+    def not_repeated(self, worker: Worker, lasts: Sequence[int], rank: int | None = None) -> Iterable[int]:
         """As `ended_at_peer`, for known prompts by their last keys. Returns the unknown ones' places."""
         if self.cache_value is not None:
             return range(len(lasts))
-        return self._history.touch(worker.index, cast("Sequence[BlockKey]", lasts))
+        return self._history.touch(worker.unit_of(rank), cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
         """The worker's slot in this process's cache map, if any. `rank`: None for a worker with one rank."""
@@ -432,9 +448,10 @@ class Router:
 
     def _secondary_reservations(self, query: RouteQuery, candidate: Candidate, now: float) -> _Reservations:
         """Reserve load of the rank, history blocks of further prompts, and cache blocks of exact prompts."""
-        held, index, of_rank = candidate.held, candidate.worker.index, None
+        held, of_rank = candidate.held, None
+        unit = candidate.worker.unit_of(candidate.rank)
         leases: list[PinnedBlocks | Flight] = [
-            self._history.acquire(index, prompt.keys) for prompt in query.prompts[1:]
+            self._history.acquire(unit, prompt.keys) for prompt in query.prompts[1:]
         ]
         if held is not None:
             if held.rank is not None:
@@ -443,16 +460,19 @@ class Router:
                 leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
         return _Reservations(of_rank, leases)
 
-    def replay_prompt(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
-        """Add a past prompt of the worker to the history, as its most recent one.
+    def replay_prompt(self, worker: Worker, keys: Sequence[BlockKey], rank: int | None = None) -> None:
+        """Add a past prompt of the worker, or of one rank of it, to the history, as its most recent one.
 
         A peer that starts later gets its history this way.
         """
-        self._history.acquire(worker.index, keys).release()
+        self._history.acquire(worker.unit_of(rank), keys).release()
 
-    def recent_prompts(self, worker: Worker, most_blocks: int) -> list[Sequence[BlockKey]]:
-        """The worker's most recent prompts of together `most_blocks` blocks, oldest first, for a replay."""
-        return self._history.recent(worker.index, most_blocks)
+    def recent_prompts(
+        self, worker: Worker, most_blocks: int, rank: int | None = None
+    ) -> list[Sequence[BlockKey]]:
+        """The most recent prompts of the worker, or of one rank, of together `most_blocks` blocks, oldest
+        first."""
+        return self._history.recent(worker.unit_of(rank), most_blocks)
 
     def _prefill_sample(self, query: RouteQuery, candidate: Candidate, now: float) -> _PrefillSample | None:
         """A sample for learning, if the time to the first token will depend on this prefill only."""
@@ -466,16 +486,14 @@ class Router:
 
     def worker_joined(self, worker: Worker) -> None:
         """Initialise the state of a new worker; another worker may have had its index."""
-        self._history.forget(worker.index)
+        self.worker_restarted(worker)
         self._sizes.forget(worker)
         self._sizes.resize(worker)
-        self.reports.forget(worker.index)
 
     def worker_left(self, worker: Worker) -> None:
         """Drop the history of a worker that has left. Its unfinished dispatches still return their load."""
-        self._history.forget(worker.index)
+        self.worker_restarted(worker)
         self._sizes.forget(worker)
-        self.reports.forget(worker.index)
         self.pairs.links.forget(worker.index)
         if self.learned is not None:
             self.learned.forget(worker.index)
@@ -498,9 +516,16 @@ class Router:
         self._transfers.forget(slot)
 
     def worker_restarted(self, worker: Worker) -> None:
-        """Drop the history of a worker whose cache is empty after a restart."""
-        self._history.forget(worker.index)
-        self.reports.forget(worker.index)
+        """Drop the history of a worker whose cache is empty after a restart or a reset."""
+        for unit in worker.units:
+            self._history.forget(unit)
+            self.reports.forget(unit)
+
+    def history_cleared(self, worker: Worker, rank: int) -> None:
+        """Drop the history of one rank, or of a worker with one rank, whose cache is empty."""
+        unit = worker.unit_of(rank)
+        self._history.forget(unit)
+        self.reports.answers.forget(unit)
 
     def capacity_changed(self, worker: Worker) -> None:
         """Resize the worker's part of the history after a change of `capacity_tokens`; evicts if smaller."""
@@ -527,18 +552,18 @@ class Router:
 
     def describe_worker(self, worker: Worker) -> dict[str, Any]:
         """The router's figures of a worker, as JSON values."""
-        part = self._history.part(worker.index)
+        parts = [self._history.part(unit) for unit in worker.units]
         return {
-            "tracked_blocks": part.blocks,
-            "active_blocks": part.active_blocks,
-            "capacity_blocks": part.capacity_blocks,
+            "tracked_blocks": sum(part.blocks for part in parts),
+            "active_blocks": sum(part.active_blocks for part in parts),
+            "capacity_blocks": parts[0].capacity_blocks,
             "queued_requests": worker.load.queued,
             "mean_residence_s": worker.load.residence_s,
         }
 
     def evicted_blocks(self, worker: Worker) -> int:
-        """Blocks evicted from the worker's part of the history since the part was created."""
-        return self._history.part(worker.index).evicted_blocks
+        """Blocks evicted from the worker's parts of the history since they were created."""
+        return sum(self._history.part(unit).evicted_blocks for unit in worker.units)
 
     def has_learned(self, model: str) -> bool:
         """Whether the model's costs are learned from first tokens, and not the configured ones."""

@@ -201,7 +201,7 @@ class WorkersNeeded:
 class CacheValue:
     """The prefill seconds that each worker's cache saved lately. Mutable: by its own methods.
 
-    A use that is `window_s` old counts 1/e. `now` must not decrease. Workers are `Worker.index`.
+    A use that is `window_s` old counts 1/e. `now` must not decrease. Workers are `Worker.units`.
     """
 
     # A part of a prompt that k workers hold counts 1/k of its prefill for each: the Shapley value of a game

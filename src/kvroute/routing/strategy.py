@@ -218,6 +218,8 @@ class RouteReason(StrEnum):
     """The prompt's token ids are unknown, so the route history decided."""
     NO_PROMPT = "no_prompt"
     """The body has no prompt that a KV cache could hold, or is unreadable: the least cost decided."""
+    NOT_CACHED = "not_cached"
+    """No cached block can be a hit: the request, or every worker, does not read a prefix cache."""
     RESPONSE_OWNER = "response_owner"
     """The request continues a stored response that only this worker has."""
     ONLY_WORKER = "only_worker"
@@ -259,6 +261,12 @@ class RouteQuery(Struct, frozen=True, gc=False):
     """The worker of the session's last request (`routing.sessions`); None if it is not known."""
     parent_session: str | None = None
     """The key of the session that began this one, if the client names it."""
+    reads_cache: bool = True
+    """Whether an engine that caches prefixes reads its cache for this request (`openai.cache_reads`)."""
+    takes_rank: bool = True
+    """Whether the gateway may choose the data-parallel rank; False if the engine's own balancer does."""
+    rank: int | None = None
+    """The data-parallel rank that the client has chosen, as in the header (`Worker.sent_rank`)."""
 
 
 class CostTerms(NamedTuple):
@@ -430,6 +438,8 @@ def _described(handover: Handover) -> dict[str, Any]:
 def _where(held: CandidateMatch | None) -> dict[str, Any]:
     if held is None:
         return {}
+    if not held.mapped and not held.why:  # a strategy without a cache map
+        return {"data_parallel_rank": held.rank}
     return {
         "tiers": held.tokens._asdict(),
         "data_parallel_rank": held.rank,

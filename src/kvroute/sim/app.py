@@ -192,6 +192,12 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/metrics"): control.metrics,
     ("GET", "/kv_event_sources"): control.kv_event_sources,
     ("POST", "/reset_prefix_cache"): control.reset_prefix_cache,
+    ("POST", "/sleep"): control.sleep,
+    ("POST", "/wake_up"): control.wake_up,
+    ("GET", "/is_sleeping"): control.is_sleeping,
+    ("POST", "/pause"): control.pause,
+    ("POST", "/resume"): control.resume,
+    ("GET", "/is_paused"): control.is_paused,
     ("GET", "/sim/faults"): control.faults,
     ("POST", "/sim/faults"): control.faults,
     ("DELETE", "/sim/faults"): control.faults,
@@ -306,8 +312,8 @@ class RunningSim:
     # replace the process's signal handlers.
 
     def __init__(self, options: SimOptions, clock: Clock) -> None:
-        publisher = EventPublisher(options, clock) if options.kv_events else None
-        self.worker = SimWorker(options, clock, publisher)
+        ranks = range(options.data_parallel_size if options.kv_events else 0)
+        self.worker = SimWorker(options, clock, [EventPublisher(options, clock, rank) for rank in ranks])
         self._options = options
         self._state = ServerState()
         self._config = uvicorn.Config(
@@ -339,9 +345,8 @@ class RunningSim:
     async def start(self) -> None:
         """Listen, after a first start on the same port again. Returns when connections are accepted."""
         if not self._tasks:
-            self._tasks.append(asyncio.create_task(self.worker.driver.run()))
-            if self.worker.publisher is not None:
-                self._tasks.append(asyncio.create_task(self.worker.publisher.serve()))
+            self._tasks += [asyncio.create_task(driver.run()) for driver in self.worker.drivers]
+            self._tasks += [asyncio.create_task(publisher.serve()) for publisher in self.worker.publishers]
         if self._listener is None:
             self._listener = await asyncio.get_running_loop().create_server(
                 lambda: HttpToolsProtocol(self._config, self._state, {}),
@@ -378,8 +383,8 @@ class RunningSim:
             task.cancel()
         ends = await asyncio.gather(*tasks, *self._state.tasks, return_exceptions=True)
         self._tasks.clear()
-        if self.worker.publisher is not None:
-            self.worker.publisher.close()
+        for publisher in self.worker.publishers:
+            publisher.close()
         for end in ends:
             if isinstance(end, Exception):
                 raise end  # a defect of the simulator itself: its test must fail

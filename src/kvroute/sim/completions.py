@@ -51,7 +51,7 @@ async def stream(
             await generation.wait()
             worker.raise_if_ended(generation)
             done = generation.done
-            iteration = worker.engine.iteration
+            iteration = generation.iteration
             for sequence, request in enumerate(generation.requests):
                 produced = request.produced(iteration)
                 for position in range(sent[sequence], produced):

@@ -8,11 +8,14 @@ import base64
 import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qs
 
 from pydantic import ValidationError
 
+from kvroute.sim.engine import SimEngine
 from kvroute.sim.http import ApiError, Call
 from kvroute.sim.prompts import chat_tokens, completion_prompts, encode, fingerprint, messages_of
 from kvroute.sim.publisher import Fault
@@ -72,20 +75,27 @@ async def metrics(call: Call, worker: SimWorker) -> None:
 
 def exposition(worker: SimWorker) -> str:
     """The metrics as text."""
-    engine, options = worker.engine, worker.options
-    counters, cache = engine.counters, engine.cache
-    base = {"engine": "0", "model_name": options.models[0]}
-    info = {
-        "block_size": cache.block_size,
-        "cache_dtype": "auto",
-        "enable_prefix_caching": options.prefix_caching,
-        "engine": 0,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_size_tokens": cache.capacity * cache.block_size,
-        "num_gpu_blocks": cache.capacity,
-        "prefix_caching_hash_algo": "sha256",
-    }
+    options = worker.options
+    ranks = list(enumerate(worker.engines))
+    bases = [{"engine": str(rank), "model_name": options.models[0]} for rank, _ in ranks]
+    base = bases[0]
+    infos = [
+        {
+            "block_size": engine.cache.block_size,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": options.prefix_caching,
+            "engine": rank,
+            "gpu_memory_utilization": 0.9,
+            "kv_cache_size_tokens": engine.cache.capacity * engine.cache.block_size,
+            "num_gpu_blocks": engine.cache.capacity,
+            "prefix_caching_hash_algo": "sha256",
+        }
+        for rank, engine in ranks
+    ]
     lines: list[str] = []
+
+    def of_each(figure: Callable[[SimEngine], float]) -> list[tuple[dict[str, Any], float]]:
+        return [(labels, figure(engine)) for labels, (_, engine) in zip(bases, ranks, strict=True)]
 
     def family(name: str, kind: str, help_text: str, *samples: tuple[dict[str, Any], float]) -> None:
         lines.append(f"# HELP {name} {help_text}")
@@ -100,21 +110,48 @@ def exposition(worker: SimWorker) -> str:
         "Start time of the process since unix epoch in seconds.",
         ({}, worker.start_time),
     )
-    family("vllm:num_requests_running", "gauge", "Number of running requests.", (base, engine.running))
-    family("vllm:num_requests_waiting", "gauge", "Number of waiting requests.", (base, engine.waiting))
-    family("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent.", (base, cache.usage))
-    family("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", (info, 1.0))
-    for name, help_text, value in (
-        ("prefix_cache_queries", "Prefix cache queries, in tokens.", counters.cache_queries),
-        ("prefix_cache_hits", "Prefix cache hits, in tokens.", counters.cache_hits),
-        ("prompt_tokens", "Number of prefill tokens processed.", counters.prompt_tokens),
-        ("prompt_tokens_cached", "Number of cached prompt tokens.", counters.cache_hits),
-        ("generation_tokens", "Number of generation tokens processed.", counters.generation_tokens),
-        ("num_preemptions", "Cumulative number of preemptions.", 0),
+    running = of_each(lambda engine: engine.running)
+    family("vllm:num_requests_running", "gauge", "Number of running requests.", *running)
+    waiting = of_each(lambda engine: engine.waiting)
+    family("vllm:num_requests_waiting", "gauge", "Number of waiting requests.", *waiting)
+    usage = of_each(lambda engine: engine.cache.usage)
+    family("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent.", *usage)
+    family(
+        "vllm:cache_config_info",
+        "gauge",
+        "Information of the LLMEngine CacheConfig",
+        *((info, 1.0) for info in infos),
+    )
+    level = worker.sleep_level
+    states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+    family(
+        "vllm:engine_sleep_state",
+        "gauge",
+        "Engine sleep state; awake = 0 means engine is sleeping.",
+        *(
+            ({**labels, "sleep_state": name}, float(is_on))
+            for name, is_on in states.items()
+            for labels in bases
+        ),
+    )
+    family(
+        "vllm:sleep_mode_operation_duration_seconds_count",
+        "counter",
+        "Number of sleep-mode operations.",
+        *((({"operation": "sleep"}, float(worker.sleeps)),) if worker.sleeps else ()),
+    )
+    for name, help_text, figure in (
+        ("prefix_cache_queries", "Prefix cache queries, in tokens.", lambda each: each.cache_queries),
+        ("prefix_cache_hits", "Prefix cache hits, in tokens.", lambda each: each.cache_hits),
+        ("prompt_tokens", "Number of prefill tokens processed.", lambda each: each.prompt_tokens),
+        ("prompt_tokens_cached", "Number of cached prompt tokens.", lambda each: each.cache_hits),
+        ("generation_tokens", "Number of generation tokens processed.", lambda each: each.generation_tokens),
+        ("num_preemptions", "Cumulative number of preemptions.", lambda each: 0),
     ):
-        family(f"vllm:{name}_total", "counter", help_text, (base, float(value)))
+        values = of_each(lambda engine, figure=figure: float(figure(engine.counters)))  # type: ignore[misc]
+        family(f"vllm:{name}_total", "counter", help_text, *values)
     if options.nixl:
-        transfers = worker.transfers
+        transfers, counters = worker.transfers, worker.engine.counters
         computed = counters.prompt_tokens - counters.cache_hits - counters.external_hits
         sources = (
             ("local_compute", computed),
@@ -147,7 +184,9 @@ def exposition(worker: SimWorker) -> str:
         lines.append(f'vllm:nixl_xfer_time_seconds_count{{engine="0"}} {transfers.reads}')
     reasons = ("stop", "length", "abort", "error", "repetition")
     ends = [
-        ({**base, "finished_reason": reason}, float(worker.driver.finished[reason])) for reason in reasons
+        ({**labels, "finished_reason": reason}, float(driver.finished[reason]))
+        for labels, driver in zip(bases, worker.drivers, strict=True)
+        for reason in reasons
     ]
     family("vllm:request_success_total", "counter", "Count of successfully processed requests.", *ends)
     return "\n".join(lines) + "\n"
@@ -158,14 +197,73 @@ def _escape(value: str) -> str:
 
 
 async def kv_event_sources(call: Call, worker: SimWorker) -> None:
-    """GET /kv_event_sources: the bound addresses by data-parallel rank; the simulated worker has one rank."""
-    await call.respond(worker.publisher.sources() if worker.publisher is not None else {})
+    """GET /kv_event_sources: the bound addresses by data-parallel rank."""
+    found: dict[str, Any] = {}
+    for publisher in worker.publishers:
+        found |= publisher.sources()
+    await call.respond(found)
 
 
 async def reset_prefix_cache(call: Call, worker: SimWorker) -> None:
     """POST /reset_prefix_cache: as in vLLM, refused while requests run; the event follows in the next
     iteration."""
-    await call.respond({"success": worker.engine.reset_prefix_cache()})
+    done = [engine.reset_prefix_cache() for engine in worker.engines]
+    await call.respond({"success": all(done)})
+
+
+async def sleep(call: Call, worker: SimWorker) -> None:
+    """POST /sleep: ends what runs, pauses the engine and, from level 1 on, clears its cache."""
+    level = _parameter(call, "level") or "1"
+    if level not in ("0", "1", "2"):
+        raise ApiError.validation("int_parsing", "query.level", "Input should be 0, 1 or 2")
+    _pause(worker, clears=level != "0")
+    worker.sleep_level = int(level)
+    worker.sleeps += 1
+    await call.respond({"status": "sleeping", "level": worker.sleep_level})
+
+
+async def wake_up(call: Call, worker: SimWorker) -> None:
+    """POST /wake_up."""
+    worker.sleep_level = None
+    for driver in worker.drivers:
+        driver.resume()
+    await call.respond({"status": "awake", "tags": None})
+
+
+async def is_sleeping(call: Call, worker: SimWorker) -> None:
+    """GET /is_sleeping: true while the engine is paused, too (vLLM 0.32)."""
+    await call.respond({"is_sleeping": worker.sleep_level is not None or worker.driver.is_paused})
+
+
+async def pause(call: Call, worker: SimWorker) -> None:
+    """POST /pause: ends what runs, pauses the engine and clears its cache unless `clear_cache=false`."""
+    _pause(worker, clears=_parameter(call, "clear_cache") not in ("false", "0"))
+    await call.respond({"status": "paused"})
+
+
+async def resume(call: Call, worker: SimWorker) -> None:
+    """POST /resume."""
+    for driver in worker.drivers:
+        driver.resume()
+    await call.respond({"status": "resumed"})
+
+
+async def is_paused(call: Call, worker: SimWorker) -> None:
+    """GET /is_paused."""
+    await call.respond({"is_paused": worker.driver.is_paused})
+
+
+def _pause(worker: SimWorker, *, clears: bool) -> None:
+    for driver in worker.drivers:
+        driver.abort_all()
+        driver.pause()
+        if clears:
+            driver.engine.reset_prefix_cache()
+
+
+def _parameter(call: Call, name: str) -> str | None:
+    values = parse_qs(call.scope["query_string"].decode("latin-1")).get(name)
+    return values[-1] if values else None
 
 
 async def faults(call: Call, worker: SimWorker) -> None:
@@ -186,7 +284,8 @@ def _apply(worker: SimWorker, item: Any) -> None:
     if isinstance(item, dict) and item.get("restart") is True:
         worker.restart()
     elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
-        worker.engine.cache.resize(max(1, item["capacity_tokens"] // worker.options.block_size))
+        for engine in worker.engines:
+            engine.cache.resize(max(1, item["capacity_tokens"] // worker.options.block_size))
     else:
         try:
             worker.faults.add(Fault.model_validate(item))
@@ -211,21 +310,21 @@ async def requests(call: Call, worker: SimWorker) -> None:
             ],
             "received": worker.counters.requests,
             "by_path": dict(worker.counters.by_path),
-            "finished": dict(worker.driver.finished),
+            "finished": dict(sum((driver.finished for driver in worker.drivers), Counter())),
             "chunks": worker.counters.chunks,
-            "running": worker.engine.running,
-            "waiting": worker.engine.waiting,
-            "computed_tokens": worker.engine.counters.computed_tokens,
-            "cached_tokens": worker.engine.counters.cache_hits,
+            "running": sum(engine.running for engine in worker.engines),
+            "waiting": sum(engine.waiting for engine in worker.engines),
+            "computed_tokens": sum(engine.counters.computed_tokens for engine in worker.engines),
+            "cached_tokens": sum(engine.counters.cache_hits for engine in worker.engines),
         }
     )
 
 
 async def cache(call: Call, worker: SimWorker) -> None:
-    """GET /sim/cache: the keys of all full blocks (`blocks.keys.block_keys` of token ids), and the block size
-    in tokens."""
-    held = worker.engine.cache
-    await call.respond({"block_size": held.block_size, "keys": sorted(held.held_keys)})
+    """GET /sim/cache: the keys of all full blocks (`blocks.keys.block_keys` of token ids) of all ranks, and
+    the block size in tokens."""
+    keys = {key for engine in worker.engines for key in engine.cache.held_keys}
+    await call.respond({"block_size": worker.engine.cache.block_size, "keys": sorted(keys)})
 
 
 async def clear_requests(call: Call, worker: SimWorker) -> None:
@@ -376,7 +475,8 @@ async def _compute(
     for prompt in prompts:
         worker.limit(prompt, None)
     sequences = [worker.sequence(prompt, array("I"), model) for prompt in prompts]
-    generation = worker.driver.submit(sequences, ["stop"] * len(sequences), streamed=False)
+    driver = worker.driver_for(call, takes_rank=False)
+    generation = driver.submit(sequences, ["stop"] * len(sequences), streamed=False)
     await worker.wait_until_done(call, generation)
     tokens = sum(len(prompt) for prompt in prompts)
     return {

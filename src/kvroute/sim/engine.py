@@ -358,8 +358,17 @@ class Generation:
     The driver wakes a streamed generation in each iteration that adds tokens, any other only at its end.
     """
 
-    def __init__(self, requests: Sequence[EngineRequest], reasons: Sequence[str], *, streamed: bool) -> None:
+    def __init__(
+        self,
+        requests: Sequence[EngineRequest],
+        reasons: Sequence[str],
+        *,
+        streamed: bool,
+        driver: EngineDriver | None = None,
+    ) -> None:
         self.requests = requests
+        self.driver = driver
+        """The engine's driver that has the sequences."""
         self.reasons = reasons
         """vLLM's finished_reason of each sequence, unless the sequence is aborted or refused."""
         self.streamed = streamed
@@ -373,6 +382,11 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.remaining == 0 or self.refused or self.cancelled
+
+    @property
+    def iteration(self) -> int:
+        """The number of finished iterations of its engine."""
+        return 0 if self.driver is None else self.driver.engine.iteration
 
     async def wait(self) -> None:
         """Wait until `wake` was called since the last `wait`."""
@@ -404,13 +418,15 @@ class EngineDriver:
         self._publish = publish
         self._work = asyncio.Event()
         self._open: set[Generation] = set()
+        self._runs = asyncio.Event()
+        self._runs.set()
         self._streaming: set[Generation] = set()
 
     def submit(
         self, requests: Sequence[EngineRequest], reasons: Sequence[str], *, streamed: bool
     ) -> Generation:
         """Queue sequences. The caller ends the returned generation with `close`."""
-        generation = Generation(requests, reasons, streamed=streamed)
+        generation = Generation(requests, reasons, streamed=streamed, driver=self)
         for request in requests:
             request.owner = generation
             self.engine.add(request)
@@ -432,12 +448,33 @@ class EngineDriver:
         for request, reason in zip(generation.requests, generation.reasons, strict=True):
             self.finished[_ENDED.get(request.phase, reason)] += 1
 
-    def cancel_all(self, engine: SimEngine) -> None:
-        """Simulate a restart of the process: end all generations and continue with a new engine."""
+    @property
+    def is_paused(self) -> bool:
+        return not self._runs.is_set()
+
+    @property
+    def unfinished(self) -> int:
+        """Generations that are not closed."""
+        return len(self._open)
+
+    def pause(self) -> None:
+        """Begin no iteration until `resume`; requests are accepted and wait."""
+        self._runs.clear()
+
+    def resume(self) -> None:
+        self._runs.set()
+
+    def abort_all(self) -> None:
+        """End all generations."""
         for generation in list(self._open):
             self.close(generation)
+
+    def cancel_all(self, engine: SimEngine) -> None:
+        """Simulate a restart of the process: end all generations and continue with a new engine."""
+        self.abort_all()
         self.engine = engine
         self.finished.clear()
+        self.resume()
 
     async def run(self) -> None:
         """Run iterations until cancelled; then end all generations."""
@@ -450,6 +487,7 @@ class EngineDriver:
     async def _iterate(self) -> None:
         due = self._clock.now()
         while True:
+            await self._runs.wait()
             engine = self.engine
             duration = engine.begin()
             if duration is None:

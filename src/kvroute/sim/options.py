@@ -118,6 +118,12 @@ class SimOptions(Options):
     version: str = option("0.32.0", "The vLLM release that /version reports.")
     api_key: str = option("", "Key that requests under /v1 must have (vLLM: --api-key); empty: none.")
     prefix_caching: bool = option(True, "Reuse cached blocks (vLLM: --enable-prefix-caching).")
+    data_parallel_size: int = option(
+        1,
+        "Data-parallel ranks: engines with a cache of `capacity_tokens` each. Ports of events count up.",
+        ge=1,
+        le=64,
+    )
     nixl: bool = option(
         False,
         "Exchange KV with other workers as vLLM's NixlConnector does, when `kv_transfer_params` ask for it.",

@@ -257,7 +257,7 @@ async def cancel_response(call: Call, worker: SimWorker) -> None:
     if stored.record["status"] not in ("queued", "in_progress") or stored.generation is None:
         raise ApiError(400, "invalid_request_error", "Cannot cancel a synchronous response.", "response_id")
     stored.record["status"] = "cancelled"
-    worker.driver.close(stored.generation)
+    worker.close(stored.generation)
     await call.respond(stored.record)
 
 
@@ -286,7 +286,7 @@ async def _finish_in_background(
     except ApiError:
         stored.record["status"] = "failed"
     finally:
-        worker.driver.close(generation)
+        worker.close(generation)
 
 
 def _finish_response(

@@ -293,10 +293,18 @@ def sampling(
         return_token_ids=bool(body.get("return_token_ids")),
         cache_salt=salt,
         session_id=session if isinstance(session, str) else None,
-        reads_cache=body.get("prompt_logprobs") is None,
+        reads_cache=_reads_cache(body),
         report_full=extra.get("kv_cache_report_mode") == "full",
         transfer=params or {},
     )
+
+
+def _reads_cache(body: Json) -> bool:
+    """Whether vLLM 0.32 looks the prompt up: not if each of its tokens needs a log probability."""
+    wanted = body.get("prompt_logprobs")
+    if wanted is None and body.get("echo"):
+        wanted = body.get("top_logprobs", 0) if "messages" in body else body.get("logprobs")
+    return wanted is None
 
 
 def _logprobs(body: Json) -> int | None:

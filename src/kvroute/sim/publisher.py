@@ -89,15 +89,23 @@ class Faults:
         return list(used.values())
 
 
+def _of_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of a rank: as in vLLM its port is higher by the rank; port 0 stays."""
+    address, found, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if rank and found and port.isdigit() and port != "0" else endpoint
+
+
 class EventPublisher:
-    """The PUB socket and the replay ROUTER of one worker. Mutable: next sequence number, replay buffer.
+    """The PUB socket and the replay ROUTER of one worker's rank. Mutable: next sequence number, replay
+    buffer.
 
     `endpoint` and `replay_endpoint` are the bound addresses. The owner runs `serve` for replays, and calls
     `close` at the end.
     """
 
-    def __init__(self, options: SimOptions, clock: Clock) -> None:
+    def __init__(self, options: SimOptions, clock: Clock, rank: int = 0) -> None:
         self._clock = clock
+        self._rank = rank
         self._dialect = DIALECTS[options.event_dialect]
         self._topic = options.event_topic.encode()
         self._options = options
@@ -115,7 +123,7 @@ class EventPublisher:
                 if socket is self._pub and options.event_connects:
                     socket.connect(endpoint)
                 elif endpoint:
-                    socket.bind(endpoint)
+                    socket.bind(_of_rank(endpoint, rank))
         except zmq.ZMQError:
             self.close()
             raise
@@ -125,7 +133,7 @@ class EventPublisher:
     def sources(self) -> dict[str, Any]:
         """The answer of GET /kv_event_sources (vLLM 0.27 and later)."""
         return {
-            "0": {
+            str(self._rank): {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
                 "endpoint": self.endpoint,
@@ -139,7 +147,7 @@ class EventPublisher:
 
     def publish(self, events: Sequence[KvEvent], faults: Sequence[Fault] = ()) -> None:
         """Send one batch and keep it for replay. A batch dropped by a fault is numbered and replayed too."""
-        payload = self._dialect.encode(self._clock.wall(), events, 0)
+        payload = self._dialect.encode(self._clock.wall(), events, self._rank)
         message = EventMessage(self._topic, self._seq, payload)
         self._seq += 1
         self._buffer.append(message)

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,10 @@ async def _expire(worker: SimWorker, request_id: str, request: EngineRequest) ->
 
 def _free(worker: SimWorker, request_id: str) -> EngineRequest:
     request = worker.transfers.kept.pop(request_id)
-    worker.engine.free_kept(request)
+    generation = request.owner
+    assert isinstance(generation, Generation)
+    assert generation.driver is not None
+    generation.driver.engine.free_kept(request)
     return request
 
 
@@ -189,10 +193,11 @@ class StoredResponse:
 class SimWorker:
     """The state of one worker process. Mutable; `restart` restores the initial state."""
 
-    def __init__(self, options: SimOptions, clock: Clock, publisher: EventPublisher | None) -> None:
+    def __init__(self, options: SimOptions, clock: Clock, publishers: Sequence[EventPublisher] = ()) -> None:
+        """`publishers`: one per rank, or none."""
         self.options = options
         self.clock = clock
-        self.publisher = publisher
+        self.publishers = publishers
         self.faults = Faults()
         self.counters = ServerCounters()
         self.received: deque[ReceivedRequest] = deque(maxlen=options.recorded_requests)
@@ -205,11 +210,58 @@ class SimWorker:
         """Where the worker listens."""
         self._random = Random()
         self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
-        self.driver = EngineDriver(self._new_engine(), clock, self._publish)
+        self.drivers = [
+            EngineDriver(self._new_engine(), clock, partial(self._publish, rank))
+            for rank in range(options.data_parallel_size)
+        ]
+        """One per data-parallel rank."""
+        self.sleep_level: int | None = None
+        """The level of /sleep; None while the engine is awake."""
+        self.sleeps = 0
+        """Calls of /sleep since the start."""
+        self._next_rank = 0
+
+    @property
+    def publisher(self) -> EventPublisher | None:
+        """The publisher of the first rank; None without events."""
+        return self.publishers[0] if self.publishers else None
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The driver of the first rank."""
+        return self.drivers[0]
 
     @property
     def engine(self) -> SimEngine:
+        """The engine of the first rank."""
         return self.driver.engine
+
+    @property
+    def engines(self) -> Sequence[SimEngine]:
+        return [driver.engine for driver in self.drivers]
+
+    def driver_for(self, call: Call, *, takes_rank: bool = True) -> EngineDriver:
+        """The driver for a request: of the rank in its header, else the one with the fewest generations.
+
+        `takes_rank`: vLLM reads the header at this endpoint. Raises `ApiError` for a rank that does not
+        exist.
+        """
+        given = call.header(b"x-data-parallel-rank") if takes_rank else None
+        if given is not None and given.strip().isdigit():
+            if int(given) >= len(self.drivers):
+                raise ApiError.invalid(
+                    f"data_parallel_rank {given} is out of range [0, {len(self.drivers)})."
+                )
+            return self.drivers[int(given)]
+        # Equal loads take turns, as in vLLM's balancer (0.32, v1/engine/core_client.py).
+        start = self._next_rank
+        self._next_rank = (start + 1) % len(self.drivers)
+        return min([*self.drivers[start:], *self.drivers[:start]], key=lambda each: each.unfinished)
+
+    def close(self, generation: Generation) -> None:
+        """End a generation: see `EngineDriver.close`."""
+        if generation.driver is not None:
+            generation.driver.close(generation)
 
     @property
     def max_model_len(self) -> int:
@@ -222,13 +274,15 @@ class SimWorker:
         Streams end; cache, responses and counters are empty; event numbers start at 0; the start time is
         later.
         """
-        self.driver.cancel_all(self._new_engine())
+        for driver in self.drivers:
+            driver.cancel_all(self._new_engine())
+        self.sleep_level, self.sleeps = None, 0
         self.counters = ServerCounters()
         self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
         self.responses.clear()
         self.start_time = max(self.clock.wall(), self.start_time + 0.01)
-        if self.publisher is not None:
-            self.publisher.restart()
+        for publisher in self.publishers:
+            publisher.restart()
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work that may last longer than its request."""
@@ -280,7 +334,7 @@ class SimWorker:
         params: Sampling,
         model: str,
     ) -> Generation:
-        """Queue each choice of each prompt, in order. The caller ends the generation with `driver.close`.
+        """Queue each choice of each prompt, in order. The caller ends the generation with `close`.
 
         A request whose KV is on another worker fetches it first: see `transfer.fetched_tokens`.
         """
@@ -297,7 +351,8 @@ class SimWorker:
             request.other_cached_tokens = others if isinstance(others, int) else None
             request.keeps_blocks = self.options.nixl and transfer.get("do_remote_decode") is True
         reasons = [answer.finish_reason for choices in answers for answer in choices]
-        return self.driver.submit(requests, reasons, streamed=params.stream)
+        driver = self.driver_for(call, takes_rank=call.path != "/v1/responses")
+        return driver.submit(requests, reasons, streamed=params.stream)
 
     def sequence(
         self, prompt: array[int], output: array[int], model: str, params: Sampling | None = None
@@ -311,7 +366,7 @@ class SimWorker:
             seed, keyed = lookahead_seed(tokens[:ahead], seed), tokens[ahead:]
         chain = Chain(
             keys=block_keys(keyed.tobytes(), block_bytes=4 * self.options.block_size, seed=seed),
-            token_ids=tokens if self.publisher is not None else (),
+            token_ids=tokens if self.publishers else (),
             lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
             lora_name=adapter,
             cache_salt=salt or None,
@@ -336,7 +391,7 @@ class SimWorker:
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-            self.driver.close(generation)
+            self.close(generation)
 
     async def wait_until_done(self, call: Call, generation: Generation) -> None:
         """Wait until the generation is done.
@@ -358,7 +413,7 @@ class SimWorker:
 
     async def _watch(self, call: Call, generation: Generation) -> None:
         await call.wait_for_disconnect()
-        self.driver.close(generation)
+        self.close(generation)
 
     def usage(
         self, prompts: Sequence[array[int]], generation: Generation, produced: int, *, created: bool
@@ -390,12 +445,12 @@ class SimWorker:
         cache = PagedCache(
             max(1, options.capacity_tokens // options.block_size),
             options.block_size,
-            record=self.publisher is not None,
+            record=bool(self.publishers) and options.prefix_caching,
             byte_hashes=options.byte_hashes,
             lookahead=options.lookahead_tokens,
         )
         return SimEngine(cache, options.timing)
 
-    def _publish(self, events: list[Any]) -> None:
-        if self.publisher is not None:
-            self.publisher.publish(events, self.faults.for_batch())
+    def _publish(self, rank: int, events: list[Any]) -> None:
+        if self.publishers:
+            self.publishers[rank].publish(events, self.faults.for_batch())

@@ -28,6 +28,7 @@ export const REASONS = {
   kv_miss: "no worker's caches hold the beginning of this prompt, so the least cost decided",
   kv_approximate: "the token ids were not known in time, so the history of sent prompts decided",
   no_prompt: "no prompt that a KV cache could hold was found, so the least cost decided",
+  not_cached: "no cached block can be a hit for this request, so the least cost decided",
   response_owner: "only this worker has the stored response that the request continues",
   only_worker: "it was the only routable worker of the model",
   at_limit: "the workers that rank higher have as many requests as they may have",

@@ -374,6 +374,25 @@ def test_classic_mode_has_one_eviction_policy(policy, own, read):
     )
 
 
+@pytest.mark.parametrize("mode", ["classic", "mp"])
+@pytest.mark.parametrize("model", ["openai/gpt-oss-20b", "a folder", "meta-llama/Llama-3.1-8B"])
+def test_the_connector_of_classic_mode_is_noted_for_hybrid_models(mode, model, own, read, tmp_path):
+    """production-stack #1062: without vLLM's hybrid KV cache manager up to 10 times the memory."""
+    name = model
+    if model == "a folder":
+        (tmp_path / "config.json").write_text('{"layer_types": ["sliding_attention", "full_attention"]}')
+        name = str(tmp_path)
+
+    verdict, text = found(read(own({"x-kvroute.lmcache.mode": mode, "spec.model": name}))).get(
+        "spec.kvCacheSpec", ("", "")
+    )
+
+    is_noted = "LMCacheConnectorV1" in text
+    assert is_noted is (mode == "classic" and "Llama" not in model)
+    if is_noted:
+        assert verdict == FieldVerdict.NOTED.value
+
+
 def test_classic_mode_has_no_mooncake(own, read):
     changes = CLASSIC | {"spec.kvCacheSpec.l2CacheSpec.l2CacheBackend": "mooncake"}
 

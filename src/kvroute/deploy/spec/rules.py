@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic.alias_generators import to_camel, to_snake
@@ -30,6 +32,7 @@ from kvroute.deploy.spec.worker import (
     ModelSource,
     WorkerSection,
 )
+from kvroute.fleet.model_layers import has_hybrid_name, is_hybrid
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 
@@ -168,6 +171,12 @@ def _cache(document: WorkerDocument) -> Iterator[RuleFinding]:
             if value is not None:
                 yield _noted((*_L2, key), "enableL2Cache is not true")
     yield from _config_file(cache, classic=classic)
+    if classic and (reason := _why_hybrid(document)):
+        text = (
+            f"applied, but {reason}: LMCacheConnectorV1, which classic mode uses, turns vLLM's hybrid KV "
+            "cache manager off, so the model needs up to 10 times the KV memory; mode: mp does not"
+        )
+        yield _noted(_CACHE, text, is_whole_text=True)
     if classic and extension.l1.eviction_policy != "LRU":
         yield _wrong(
             ("x-kvroute", "l1", "evictionPolicy"),
@@ -179,6 +188,32 @@ def _cache(document: WorkerDocument) -> Iterator[RuleFinding]:
         yield from _unused_cache_settings(
             document, "", l1=cache.enable_l1_cache, l2=cache.enable_l2_cache, classic=classic
         )
+
+
+def _why_hybrid(document: WorkerDocument) -> str:
+    """How the document shows that its model is hybrid; "" if it does not. Reads a local `config.json`."""
+    spec = document.spec
+    if isinstance(document, InferenceEndpointConfig):
+        source = document.spec.model_source_config.hugging_face_model
+        model = "" if source is None else source.model_id
+    else:
+        model = getattr(spec, "model", "") or ""
+    if not isinstance(model, str) or not model:
+        return ""
+    if has_hybrid_name(model):
+        return f"{model} has layers of several kinds"
+    if not model.startswith(("/", ".")):
+        return ""
+    try:
+        with (FilePath(model) / "config.json").open("rb") as file:
+            config = json.loads(file.read(_MOST_CONFIG_BYTES))
+    except (OSError, ValueError):
+        return ""
+    is_sure = isinstance(config, dict) and is_hybrid(config)
+    return f"{model}/config.json has layers of several kinds" if is_sure else ""
+
+
+_MOST_CONFIG_BYTES = 1_048_576
 
 
 def _second_tier(

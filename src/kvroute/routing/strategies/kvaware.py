@@ -11,6 +11,7 @@ from kvroute.index.prefix_index import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
 from kvroute.routing.cost import CostModel, TierLoad, discounted, matched_tokens
+from kvroute.routing.ranks import best_ranks
 from kvroute.routing.sessions import keep_session
 from kvroute.routing.strategy import (
     CachePlace,
@@ -62,7 +63,7 @@ class KvAware:
         self._caches, self._in_flight, self._transfers, reports = views
         self._shares_mapped = {} if reports is None else reports.discounts.mapped
         self._shares_sent = {} if reports is None else reports.discounts.sent
-        self._answers = {} if reports is None else reports.answers.by_worker
+        self._answers = {} if reports is None else reports.answers.by_unit
         self._no_match: dict[int, CandidateMatch] = {}
         """Slot -> the match of a place that holds nothing of a prompt."""
 
@@ -71,6 +72,8 @@ class KvAware:
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
+        if not query.reads_cache or not view.caches_prefixes:
+            return self._by_load(query, view)
         exact, simple = query.exact, None
         if exact and self._caches.refresh(False):
             self._in_flight.compact()
@@ -92,14 +95,45 @@ class KvAware:
         predicted = None
         if self._shares_mapped or self._shares_sent:
             predicted, totals = totals, self._discounted(totals, targets, held)
-        if len(targets) > len(workers):
-            ranks = self._costs.rank(query, targets, totals, loads, held, predicted=predicted)
-            return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), _best_ranks(ranks))
+        if view.by_rank is not None or len(targets) > len(workers):
+            units = [worker.unit_of(each.rank) for worker, each in zip(targets, held, strict=True)]
+            ranks = self._costs.rank(query, targets, totals, loads, held, None, units, predicted)
+            return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), best_ranks(ranks))
         # One target per worker: there are no ranks to choose from.
-        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, predicted)
+        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, None, predicted)
         if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
             return RouteDecision(self.name, RouteReason.SESSION_KEPT, ranking)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
+
+    def _by_load(self, query: RouteQuery, view: FleetView) -> RouteDecision:
+        """The decision for a request that finds no cached block on any worker."""
+        targets: list[Worker] = []
+        held: list[CandidateMatch] = []
+        why = NO_CACHE if query.reads_cache else CACHE_NOT_READ
+        for worker in view.workers:
+            for place, rank in self._ranks(query, worker):
+                targets.append(worker)
+                held.append(CandidateMatch(_NONE, None if place is None else place.slot, rank, why=why))
+        units = [worker.unit_of(each.rank) for worker, each in zip(targets, held, strict=True)]
+        ranking = self._costs.rank(query, targets, None, None, held, None, units)
+        return RouteDecision(self.name, RouteReason.NOT_CACHED, best_ranks(ranking))
+
+    def _ranks(self, query: RouteQuery, worker: Worker) -> Sequence[tuple[CachePlace | None, int | None]]:
+        """The ranks of a worker that the request can be sent to, each with its place in the cache map.
+
+        A rank is None for a worker with one rank, and if the engine chooses.
+        """
+        places = self._caches.places(worker)
+        if len(places) < 2 and not worker.rank_units:
+            return ((places[0] if places else None, None),)
+        by_rank = {place.rank: place for place in places}
+        ranks = sorted({*by_rank, *worker.rank_units})
+        if not query.takes_rank:
+            return ((None, None),)
+        if query.rank is not None:
+            rank = ranks[query.rank] if query.rank < len(ranks) else None
+            return ((None if rank is None else by_rank.get(rank), rank),)
+        return [(by_rank.get(rank), rank) for rank in ranks]
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Account the transfer of the request's blocks from slower tiers."""
@@ -147,7 +181,7 @@ class KvAware:
         needs_load = False
         for worker in workers:
             places = places_of(worker)
-            if len(places) != 1:
+            if len(places) != 1 or worker.rank_units or not worker.facts.caches_prefixes:
                 return None
             place = places[0]
             slot = place[0]
@@ -176,30 +210,51 @@ class KvAware:
         self, query: RouteQuery, workers: Sequence[Worker], found: Sequence[_Found]
     ) -> tuple[list[Worker], list[CandidateMatch]]:
         """Every place that the request could be sent to, as its worker, with its match."""
+        targets = [(worker, *target) for worker in workers for target in self._ranks(query, worker)]
         sent: Sequence[int] = ()
-        targets: list[Worker] = []
         held: list[CandidateMatch] = []
-        for number, worker in enumerate(workers):
-            places = self._caches.places(worker)
-            if not sent and not (found and places and _are_whole(places)):
-                sent = matched_tokens(self._history, query, workers, None, self._answers)
-            if not places:
-                targets.append(worker)
-                held.append(CandidateMatch(Tokens(sent[number]), why=query.inexact or "no_events"))
+        for number, (worker, place, rank) in enumerate(targets):
+            if not worker.facts.caches_prefixes:
+                slot = None if place is None else place.slot
+                held.append(CandidateMatch(_NONE, slot, rank, why=NO_CACHE))
                 continue
-            for place in places:
-                rank = place.rank if len(places) > 1 else None
-                targets.append(worker)
-                if not found:  # any rank may have it: the one with least to do
-                    held.append(
-                        CandidateMatch(
-                            Tokens(sent[number]), place.slot, rank, why=query.inexact or "no_events"
-                        )
-                    )
-                    continue
+            is_open = rank is None and bool(worker.rank_units or len(self._caches.places(worker)) > 1)
+            if not sent and not (found and place is not None and place.trust is _WHOLE):
+                sent = self._sent(query, targets)
+            if is_open:
+                held.append(self._mean(worker, found, sent[number]))
+            elif place is None:
+                held.append(
+                    CandidateMatch(Tokens(sent[number]), None, rank, why=query.inexact or "no_events")
+                )
+            elif not found:
+                why = query.inexact or "no_events"
+                held.append(CandidateMatch(Tokens(sent[number]), place.slot, rank, why=why))
+            else:
                 tokens = self._total(found, place, worker)
                 held.append(_match_of(place, rank, tokens, sent[number] if sent else 0))
-        return targets, held
+        return [worker for worker, _, _ in targets], held
+
+    def _sent(
+        self, query: RouteQuery, targets: Sequence[tuple[Worker, CachePlace | None, int | None]]
+    ) -> Sequence[int]:
+        """The matched tokens of each target by the route history."""
+        places: dict[int, int] = {}
+        for place, (worker, _, rank) in enumerate(targets):
+            for unit in worker.units if rank is None else (worker.unit_of(rank),):
+                places.setdefault(unit, place)
+        return matched_tokens(
+            self._history, query, [worker for worker, _, _ in targets], places, self._answers
+        )
+
+    def _mean(self, worker: Worker, found: Sequence[_Found], sent: int) -> CandidateMatch:
+        """The match of a worker whose engine chooses the rank: the mean over the ranks, which is not
+        judged."""
+        places = self._caches.places(worker)
+        if not found or not places or not _are_whole(places):
+            return CandidateMatch(Tokens(sent), why=RANK_OPEN)
+        tokens = sum(self._total(found, place, worker).total for place in places) // len(places)
+        return CandidateMatch(Tokens(tokens - tokens % worker.block_size), why=RANK_OPEN)
 
     def _total(self, found: Sequence[_Found], place: CachePlace, worker: Worker) -> Tokens:
         """The tokens of all prompts that the place holds."""
@@ -227,6 +282,12 @@ class KvAware:
         return tokens if tokens is found else GroupTokens.of(*tokens, tokens.gpu)
 
 
+NO_CACHE: Final = "no_prefix_caching"
+"""Why a worker has no matched tokens: it does not cache prefixes (`WorkerFacts.caches_prefixes`)."""
+CACHE_NOT_READ: Final = "cache_not_read"
+"""The same, because the engine does not read its cache for this request."""
+RANK_OPEN: Final = "rank_chosen_by_engine"
+"""Why the map is not used for a worker with several ranks."""
 _NONE: Final = Tokens()
 _WHOLE: Final = MapTrust.WHOLE
 _new: Final = tuple.__new__
@@ -271,17 +332,6 @@ def _match_of(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) ->
     if place.trust is MapTrust.PARTIAL and mapped.total >= sent:
         return CandidateMatch(mapped, place.slot, rank, mapped=True, why=place.why)
     return CandidateMatch(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
-
-
-def _best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The first candidate of each worker, so that a second attempt goes to another worker."""
-    seen: set[int] = set()
-    best = []
-    for candidate in ranking:
-        if id(candidate.worker) not in seen:
-            seen.add(id(candidate.worker))
-            best.append(candidate)
-    return best
 
 
 def _reason(query: RouteQuery, first: Candidate, most: int) -> RouteReason:

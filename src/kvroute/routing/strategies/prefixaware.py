@@ -6,11 +6,12 @@ from typing import ClassVar
 
 from pydantic import field_validator
 
-from kvroute.fleet.worker import FleetView
+from kvroute.fleet.worker import FleetView, RankTargets
 from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel, discounted, matched_tokens
+from kvroute.routing.ranks import best_ranks, rank_by_rank, targets_of
 from kvroute.routing.sessions import keep_session
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
@@ -38,6 +39,10 @@ class PrefixAwareOptions(Options):
         return value
 
 
+def _miss(query: RouteQuery, view: FleetView) -> RouteReason:
+    return _MISS if query.reads_cache and view.caches_prefixes else RouteReason.NOT_CACHED
+
+
 class PrefixAware:
     """Ranks workers by cost, with matched tokens from the route history; a session breaks ties
     (`keep_session`). Stateless; implements `Strategy`."""
@@ -55,24 +60,35 @@ class PrefixAware:
         self._history = history
         reports = views.reports
         self._shares = {} if reports is None else reports.discounts.sent
-        self._answers = {} if reports is None else reports.answers.by_worker
+        self._answers = {} if reports is None else reports.answers.by_unit
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers = view.workers
         if not query.prompts:
             ranking = self._costs.rank(query, workers, queues=view.loads)
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
+        if view.by_rank is not None:
+            targets = targets_of(query, view)
+            if targets is not None:
+                return self._rank_by_rank(query, view, targets)
         matched = matched_tokens(self._history, query, workers, view.places, self._answers)
         predicted = None
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)
-        ranking = self._costs.rank(query, workers, matched, None, None, view.loads, predicted)
+        ranking = self._costs.rank(query, workers, matched, None, None, view.loads, None, predicted)
         if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
             return RouteDecision(_NAME, _KEPT, ranking)
         most = max(matched)
         if not most:
-            return RouteDecision(_NAME, _MISS, ranking)
+            return RouteDecision(_NAME, _miss(query, view), ranking)
         return RouteDecision(_NAME, _HIT if matched[ranking.first_place] == most else _SPILL, ranking)
+
+    def _rank_by_rank(self, query: RouteQuery, view: FleetView, targets: RankTargets) -> RouteDecision:
+        matched = matched_tokens(self._history, query, targets.workers, targets.places, self._answers)
+        ranking = rank_by_rank(self._costs, query, targets, matched)
+        most, found = max(matched), matched[ranking.first_place]
+        reason = _miss(query, view) if not most else _HIT if found == most else _SPILL
+        return RouteDecision(_NAME, reason, best_ranks(ranking))
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Nothing to do: the router has added the prompt to the history."""

@@ -12,11 +12,12 @@ from typing import ClassVar, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.fleet.worker import FleetView, WorkerId
+from kvroute.fleet.worker import FleetView, RankTargets, Worker, WorkerId
 from kvroute.index.history import RouteHistory
 from kvroute.lru import Lru
 from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel
+from kvroute.routing.ranks import best_ranks, rank_by_rank, ranks_of, targets_of
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
@@ -116,6 +117,8 @@ class _Placement(NamedTuple):
 
     home: WorkerId
     worker: WorkerId
+    rank: int | None = None
+    """The data-parallel rank, if it is not the one of the session's hash."""
 
 
 class Session:
@@ -148,9 +151,14 @@ class Session:
         """Models of placements of other processes (`place`), which may have no ring here."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
-        ranking = self._costs.rank(query, view.workers, queues=view.loads)
+        targets = None if view.by_rank is None else targets_of(query, view)
+        if targets is None:
+            ranking = self._costs.rank(query, view.workers, queues=view.loads)
+        else:
+            ranking = rank_by_rank(self._costs, query, targets)
         if query.session_key is None:
-            return RouteDecision(self.name, RouteReason.NO_SESSION_KEY, ranking)
+            found = ranking if targets is None else best_ranks(ranking)
+            return RouteDecision(self.name, RouteReason.NO_SESSION_KEY, found)
         place = _place(query.session_key)
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
@@ -163,19 +171,40 @@ class Session:
         if workers[preferred].load.in_flight >= bound:
             reason = RouteReason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
-        ranking.put_first(workers[chosen])
-        return RouteDecision(self.name, reason, ranking)
+        if targets is None:
+            ranking.put_first(workers[chosen])
+            return RouteDecision(self.name, reason, ranking)
+        preferred_rank = stored.rank if stored is not None and stored.worker == chosen else None
+        ranking.put_first(workers[chosen], self._rank(workers[chosen], targets, place, preferred_rank))
+        return RouteDecision(self.name, reason, best_ranks(ranking))
+
+    def _rank(self, worker: Worker, targets: RankTargets, place: int, preferred: int | None) -> int | None:
+        """The session's rank on `worker`: `preferred`, else by the session's hash; the next one at its bound.
+
+        None for a worker with one rank.
+        """
+        ranks = ranks_of(worker, targets)
+        total = sum(in_flight for _, in_flight in ranks) + 1
+        bound = max(self._options.free_requests, ceil((1 + self._options.epsilon) * total / len(ranks)))
+        start = next((at for at, (rank, _) in enumerate(ranks) if rank == preferred), place % len(ranks))
+        order = [*ranks[start:], *ranks[:start]]
+        return next((rank for rank, in_flight in order if in_flight < bound), order[0][0])
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         if query.session_key is None or candidate is not decision.ranking[0]:
             return
         model, place, worker = query.model, _place(query.session_key), candidate.worker.id
-        key, known = (model, place), self._rings.get(model)
+        key, known, rank = (model, place), self._rings.get(model), candidate.rank
+        if rank is not None:
+            ranks = list(candidate.worker.rank_units)
+            if rank in ranks and ranks[place % len(ranks)] == rank:
+                rank = None
         if known is not None:
             stored, ring = self._placements.peek(key), known[1]
             if (
                 stored is not None
                 and stored.worker == worker
+                and stored.rank == rank
                 and _is_valid(stored, ring.home(place), ring.members)
             ):
                 self._placements.get(key)  # marks it as used
@@ -184,15 +213,17 @@ class Session:
             self._follow_peer(model, decision)
             known = self._rings.get(model)
         if known is not None:
-            self._placements.put(key, _Placement(known[1].home(place), worker))
+            self._placements.put(key, _Placement(known[1].home(place), worker, rank))
 
-    def state_for(self, query: RouteQuery, view: FleetView) -> tuple[WorkerId, WorkerId] | None:
+    def state_for(self, query: RouteQuery, view: FleetView) -> tuple[WorkerId, WorkerId, int | None] | None:
         """The session's placement. See `StatefulStrategy`."""
         if query.session_key is None:
             return None
         return self._placements.peek((view.model, _place(query.session_key)))
 
-    def restore(self, query: RouteQuery, view: FleetView, state: tuple[WorkerId, WorkerId] | None) -> None:
+    def restore(
+        self, query: RouteQuery, view: FleetView, state: tuple[WorkerId, WorkerId, int | None] | None
+    ) -> None:
         """See `StatefulStrategy`."""
         if query.session_key is None:
             return
@@ -202,22 +233,25 @@ class Session:
         else:
             self._placements.put(key, _Placement(*state))
 
-    def placements(self) -> list[tuple[str, int, WorkerId, WorkerId]]:
-        """Model, hash of the session key, home and worker of each placement, the least recently used first.
+    def placements(self) -> list[tuple[str, int, WorkerId, WorkerId, int | None]]:
+        """Model, hash of the session key, home, worker and rank of each placement, the least recently used
+        first.
 
-        Sessions at their home are left out.
+        Sessions at their home, on the rank of their hash, are left out.
         """
         return [
-            (model, place, home, worker)
-            for (model, place), (home, worker) in self._placements.items()
-            if home != worker
+            (model, place, home, worker, rank)
+            for (model, place), (home, worker, rank) in self._placements.items()
+            if home != worker or rank is not None
         ]
 
-    def place(self, model: str, place: int, home: WorkerId, worker: WorkerId) -> None:
+    def place(
+        self, model: str, place: int, home: WorkerId, worker: WorkerId, rank: int | None = None
+    ) -> None:
         """Take over another process's placement, unless this one has placed the session itself."""
         self._placed.add(model)
         if (model, place) not in self._placements:
-            self._placements.put((model, place), _Placement(home, worker))
+            self._placements.put((model, place), _Placement(home, worker, rank))
 
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
