@@ -172,7 +172,7 @@ async def forged_venv(pool: EnginePool) -> EngineVenv:
 @pytest_asyncio.fixture(loop_scope="session")
 async def leased(request: pytest.FixtureRequest, pool: EnginePool) -> AsyncIterator[list[Engine]]:
     """The shared engines of the kinds that `@pytest.mark.engines(...)` names."""
-    async with pool.lease(kinds_of(request.node)) as engines:
+    async with pool.lease(marked_kinds(request.node)) as engines:
         yield engines
 
 
@@ -212,11 +212,14 @@ def named(engines: list[Engine]) -> list[Engine]:
     return engines
 
 
+def marked_kinds(item: pytest.Item) -> list[EngineKind]:
+    return [kind for marker in item.iter_markers("engines") for kind in marker.args]
+
+
 def kinds_of(item: pytest.Item) -> list[EngineKind]:
-    """The kinds of the shared engines that a test uses."""
-    kinds = [kind for marker in item.iter_markers("engines") for kind in marker.args]
+    """The kinds of all shared engines that a test uses."""
     fixtures = getattr(item, "fixturenames", ())
-    return [*kinds, *(PAIR if {"engines", "gateway"} & {*fixtures} else ())]
+    return [*marked_kinds(item), *(PAIR if {"engines", "gateway"} & {*fixtures} else ())]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -400,7 +403,14 @@ def _text(chooser: random.Random, words: list[str], count: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def run_endpoint(engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run_endpoint(forged_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Endpoints whose engines and LMCache servers are forked."""
+    return endpoints(forged_venv.path, logs, tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def run_real_endpoint(engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Endpoints as a user has them: every program is started by itself."""
     return endpoints(engine_venv.path, logs, tmp_path_factory.mktemp)
 
 

@@ -32,7 +32,8 @@ MODULES = (
     "uvicorn.protocols.http.httptools_impl",
 )
 """What engines import. Nothing of LMCache, which takes half a second: it imports numba, over whose library
-object vLLM stumbles as it looks for kernels in all modules; and `classic_shim` changes a part of it on import."""
+object vLLM stumbles as it looks for kernels in all modules; and `classic_shim` changes a part of it while it
+is imported."""
 
 
 class Forging:

@@ -148,7 +148,7 @@ class Site:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def site(
-    engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
+    forged_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     redis_server = shutil.which("redis-server")
     if redis_server is None:
@@ -169,7 +169,7 @@ async def site(
         httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=limits) as http,
         AsyncExitStack() as stack,
     ):
-        site = Site(http, model, logs, engine_venv, adapters)
+        site = Site(http, model, logs, forged_venv, adapters)
         argv = [redis_server, "--port", str(redis), "--save", "", "--dir", str(folder)]
         await stack.enter_async_context(site.child("adapters-redis", argv, dict(os.environ)))
 
@@ -179,7 +179,7 @@ async def site(
         of_mp = ["lmcache.coordinator.enabled=true", f"lmcache.coordinator.listen=127.0.0.1:{coordinator}"]
 
         server = [
-            str(engine_venv.script("lmcache")), "server", "--instance-id", "mp",
+            str(forged_venv.script("lmcache")), "server", "--instance-id", "mp",
             "--host", "127.0.0.1", "--port", str(zmq),
             "--http-host", "127.0.0.1", "--http-port", str(lmcache_http),
             "--chunk-size", str(CHUNK), "--l1-size-gb", "0.2", "--eviction-policy", "LRU",

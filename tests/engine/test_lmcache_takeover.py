@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pyt
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[Stack]:
-    async with started(engine_venv, model_folder, logs) as stack:
+async def stack(forged_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[Stack]:
+    async with started(forged_venv, model_folder, logs) as stack:
         yield stack
 
 

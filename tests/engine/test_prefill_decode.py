@@ -206,7 +206,9 @@ def _without_ids(choices: Any) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> AsyncIterator[Stack]:
+async def stack(
+    engine_venv: EngineVenv, forged_venv: EngineVenv, logs: Path, tmp_path_factory: Any
+) -> AsyncIterator[Stack]:
     await install_nixl(engine_venv, report=print, clock=SystemClock())
     (gateway_port,) = free_ports(1)
     spec = UpSpec(
@@ -236,7 +238,7 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         cores,
         (),
         free_ports(port_count(spec, ())),
-        (str(engine_venv.script("vllm")),),
+        (str(forged_venv.script("vllm")),),
     )
     plan = plan_up(spec, facts)
     assert plan.tiny_model is not None
