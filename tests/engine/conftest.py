@@ -111,6 +111,28 @@ StartEngine = Callable[..., Awaitable[Engine]]
 StartGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-order",
+        metavar="SEED",
+        help="run the modules with engine tests in a random order, and the tests of each in one, too",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle, if asked to. A module's tests stay together, because they share what is expensive to start."""
+    seed = config.getoption("--random-order", None)
+    if seed is not None:
+        chooser = random.Random(seed)
+        modules: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            modules.setdefault(item.path, []).append(item)
+        shuffled = [chooser.sample(tests, len(tests)) for tests in modules.values()]
+        chooser.shuffle(shuffled)
+        items[:] = [item for tests in shuffled for item in tests]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_process_per_core() -> Iterator[None]:
     """The engine core computes in its own process, as vLLM does by default on one GPU.

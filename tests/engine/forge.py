@@ -229,6 +229,22 @@ def _fork_engine_processes() -> None:
         utils.multiprocessing = _Forking(utils.multiprocessing)  # type: ignore[attr-defined]
 
 
+def _let_kernels_be_looked_for() -> None:
+    """As its core starts, vLLM 0.32 looks at the attributes of all modules. In an interpreter of its own
+    LMCache is not imported by then, in a fork it may be. It imports llvmlite, whose library object cannot be
+    looked at: it invents every attribute, `__dict__` too."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None:
+        invent = ffi._lib_wrapper.__getattr__
+
+        def known(library: object, name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return invent(library, name)
+
+        ffi._lib_wrapper.__getattr__ = known
+
+
 def serve(address: str, modules: list[str]) -> None:
     os.environ.update(FIXED)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -236,6 +252,7 @@ def serve(address: str, modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     _fork_engine_processes()
+    _let_kernels_be_looked_for()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"the imports have started {threads - 1} threads: a fork could hang"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -30,9 +30,9 @@ MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
     "uvicorn.protocols.http.httptools_impl",
+    "lmcache.cli.commands.server",
 )
-"""What engines import. Nothing of LMCache, which takes half a second: it imports numba, over whose library
-object vLLM stumbles as it looks for kernels in all modules; and `classic_shim` changes a part of it while it
+"""What engines and LMCache servers import. Not `lmcache.v1.gpu_connector`: `classic_shim` changes it while it
 is imported."""
 
 

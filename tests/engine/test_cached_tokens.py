@@ -72,6 +72,7 @@ async def test_prefixaware_hits_nearly_as_many_tokens_as_one_big_worker(
     assert gain > 1
 
 
+@pytest.mark.full
 async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
     engines, chats_through, chat_shape, capsys
 ) -> None:

@@ -35,9 +35,9 @@ DEADLINE_S = 120.0
 MIXES = (
     "admit:100",
     "p2p_lookup:100",
-    "admit:35,evict:29,heartbeat:1,p2p_lookup:35",
     "admit:70,evict:25,heartbeat:5",
 )
+MIXED = "admit:35,evict:29,heartbeat:1,p2p_lookup:35"
 
 
 @dataclass(slots=True)
@@ -257,6 +257,7 @@ async def test_a_worker_without_peer_to_peer_is_nobodys_peer(start_worker: Start
         assert await (await start_worker(to, "w1")).do("lookup", hashes=[1, 2]) == [["", "", 0, ""]]
 
 
+@pytest.mark.full
 async def test_another_hash_seed_is_noticed(start_worker: StartWorker) -> None:
     async with serving() as to:
         worker = await start_worker(to, "w0", seed="7")
@@ -274,7 +275,7 @@ def _asks_for_sync_again(to: Serving) -> bool:
     return to.controller.counts.mismatches == 1
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [*(pytest.param(mix, marks=pytest.mark.full) for mix in MIXES), MIXED])
 async def test_lmcaches_benchmark_runs_without_an_error(mix: str, forged_venv: EngineVenv) -> None:
     async with serving() as to:
         ports = {name: getattr(to.sockets, name).rpartition(":")[2] for name in ("pull", "reply")}

@@ -40,6 +40,7 @@ def run(forged_venv, tmp_path: Path):
     return run_to_end
 
 
+@pytest.mark.full
 async def test_lmcache_bench_engine(run, gateway, tmp_path: Path, capsys) -> None:
     """Chats of several rounds over one shared system prompt, at 4 requests a second."""
     await run(

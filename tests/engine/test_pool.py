@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.engine import pool as pool_module
 from tests.engine.adapters import write_adapter
+from tests.engine.conftest import PAIR
+from tests.engine.event_tap import EventTap
 from tests.engine.pool import RESETS, WEIGHTED, Engine, EngineKind, EnginePool, differences, reset
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -97,3 +101,39 @@ async def test_an_engine_that_cannot_be_reset_fails_its_test_and_is_replaced(
     async with pool.lease([kind]) as (new,):
         assert new.url != engine.url
         assert await differences(new) == []
+
+
+@pytest.mark.engines(PAIR[0], replace(PAIR[0], is_real=True))
+async def test_a_forked_engine_is_the_one_that_vllm_serve_starts(leased: list[Engine]) -> None:
+    """The same answers, addresses, metrics and KV events."""
+    prompt = {
+        "model": "tiny",
+        "prompt": list(range(100, 300)),
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 1,
+    }
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8, "seed": 3}
+    seen = []
+    for engine in leased:
+        with EventTap(await engine.events()) as tap:
+            while not tap.times_cleared:
+                await engine.forget()
+                await engine.ask([5])
+            asked = [
+                await engine.http.post(f"{engine.url}/v1/completions", json=prompt),
+                await engine.http.post(f"{engine.url}/v1/completions", json=prompt),
+                await engine.http.post(f"{engine.url}/v1/chat/completions", json=chat),
+            ]
+            async with asyncio.timeout(30):
+                while len(tap.held()) < 6:
+                    await asyncio.sleep(0.02)
+        answers = [[answer.json()[part] for part in ("choices", "usage")] for answer in asked]
+        routes = (await engine.http.get(f"{engine.url}/openapi.json")).json()["paths"]
+        metrics = (await engine.http.get(f"{engine.url}/metrics")).text
+        names = re.findall(r"^# TYPE (vllm:\S+) ", metrics, re.MULTILINE)
+        seen.append((answers, sorted(routes), sorted(names), tap.held()))
+
+    forked, real = seen
+
+    assert forked == real

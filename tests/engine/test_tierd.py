@@ -254,6 +254,7 @@ RESTARTS = [
 """How a daemon ends, and how large the next one is."""
 
 
+@pytest.mark.full
 async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
     start_daemon: StartDaemon, classic: Callable[[Daemon], Commanded]
 ) -> None:
@@ -277,6 +278,7 @@ async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
         assert await connector.ask("get", 5, keys=32) == {"found": everything, "right": everything}
 
 
+@pytest.mark.full
 async def test_the_adapter_reads_its_own_bytes_over_restarts(
     start_daemon: StartDaemon, lmcache: Callable[[dict[str, object]], Commanded]
 ) -> None:
