@@ -2,8 +2,8 @@
 
     python scripts/engine_promises.py
 
-Fails where a sentence is no longer in its file, a test is missing or not in its set, a package does not exist,
-or no test of CI shows a promise. Collects the engine tests, and runs none.
+Fails where a sentence is no longer in its file, a test is missing or not in its set, a package does not
+exist, or no test of CI shows a promise. Collects the engine tests, and runs none.
 """
 
 from __future__ import annotations
