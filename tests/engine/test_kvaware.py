@@ -201,7 +201,7 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
     assert exact[0] >= 0.99
 
 
-@pytest.mark.parametrize("common_tokens", [0, 4 * BLOCK])
+@pytest.mark.parametrize("common_tokens", [0, pytest.param(4 * BLOCK, marks=pytest.mark.full)])
 async def test_kvaware_finds_the_hits_of_prefixaware(
     common_tokens, chats_through, chat_shape, capsys
 ) -> None:
