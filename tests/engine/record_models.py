@@ -45,7 +45,6 @@ RECORDINGS: dict[str, Recording] = {
     "llama4": Recording("llama4", 200),
     "qwen3_next": Recording("qwen3_next", 100),
     "qwen3_next_unit": Recording("qwen3_next", 100, {"prefix_match_unit": 32}),
-    "qwen3_next_mtp": Recording("qwen3_next_mtp", 100),
     "granite4": Recording("granite4", 100),
     "jamba": Recording("jamba", 100),
     "mamba": Recording("mamba", 24),

@@ -188,7 +188,7 @@ class Recorded:
         from vllm import SamplingParams
 
         answers = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in requests],
+            [{"prompt_token_ids": list(prompt)} for prompt, _ in requests],
             [SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True) for _, answer in requests],
             use_tqdm=False,
         )
@@ -197,7 +197,7 @@ class Recorded:
             {
                 "requests": [
                     {
-                        "prompt_token_ids": prompt,
+                        "prompt_token_ids": list(prompt),  # the caller goes on with its list
                         "output_token_ids": output,
                         "max_tokens": length,
                         "cached_tokens": answer.num_cached_tokens,

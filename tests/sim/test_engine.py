@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineRequest, RequestPhase, SimEngine
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import BlockRemoved, BlockStored
 
 

@@ -10,7 +10,7 @@ from tests.support.clocks import JumpingClock
 
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import MAX_CATCH_UP_S, EngineDriver, EngineRequest, SimEngine
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 
 TIMING = TimingModel()
 ITERATION_S = TIMING.iteration_s(0, 0.0, 0)

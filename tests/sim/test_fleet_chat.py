@@ -20,7 +20,7 @@ from kvroute.sim.fleet import (
     make_engines,
     returned_share,
 )
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 pytestmark = pytest.mark.heavy

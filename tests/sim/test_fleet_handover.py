@@ -6,7 +6,7 @@ import pytest
 
 from kvroute.sim.cache import Link
 from kvroute.sim.fleet import FleetRequest, HandoverFleet, make_engines
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 BLOCK = 512

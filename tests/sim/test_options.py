@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 
 
 def test_an_iteration_never_beats_reading_the_weights() -> None:

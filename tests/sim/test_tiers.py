@@ -6,8 +6,8 @@ import pytest
 
 from kvroute.sim.cache import LruTier, TierChange, TierReports
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 BLOCK = 512
