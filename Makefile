@@ -34,7 +34,7 @@ coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick te
 	$(BIN)/coverage report
 
 test-engine: engine-venv ## CI's tests against real vLLM workers (CPU); installs the engine into .venv-engine
-	$(PYTEST) -m "engine and not full" tests/engine --durations=20 --durations-min=3
+	PREFILL_DECODE_REQUESTS=3 $(PYTEST) -m "engine and not full" tests/engine --durations=20 --durations-min=3
 
 test-engine-all: engine-venv ## all tests against real vLLM workers [ARGS='--random-order SEED']
 	$(PYTEST) -m engine tests/engine --durations=20 --durations-min=3 $(ARGS)

@@ -72,6 +72,11 @@ class ChatShape:
 
 
 SHAPE = ChatShape()
+SEED_SETS = [
+    pytest.param((1,), id="one seed"),
+    pytest.param((1, 2, 3), id="three seeds", marks=pytest.mark.full),
+]
+"""For tests that measure: CI measures once."""
 POOL_SHARE = 0.65
 POOL_BLOCKS = round(POOL_SHARE * SHAPE.blocks)
 PAIR = (EngineKind(blocks=POOL_BLOCKS), EngineKind(blocks=POOL_BLOCKS, core=1, number=1))

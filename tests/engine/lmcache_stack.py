@@ -118,6 +118,16 @@ class Stack:
         for pool in self.coordinator.pools():
             pool.held.clear()
 
+    async def settled(self) -> None:
+        """Wait until LMCache has stored what it was given, whether the map knows it or not."""
+        agreed, seen = 0, (0, 0)
+        async with asyncio.timeout(QUIET_S):
+            while agreed < 3:
+                now = (await self.l1_objects(), int(await self.store.dbsize()))
+                agreed = agreed + 1 if now == seen and min(now) >= len(CANARY) // CHUNK else 0
+                seen = now
+                await asyncio.sleep(0.3)
+
     async def differences(self) -> list[str]:
         """What distinguishes the stack from its known state, in which all caches are empty and the map knows
         it. Asks a prompt."""
@@ -137,13 +147,13 @@ class Stack:
         """Bring the stack back to its known state. Returns `differences`. `without` leaves out one of
         `RESETS`."""
         await self.ask(CANARY)
-        await self.quiet()
+        await self.settled()
         for name, step in RESETS.items():
             if name != without:
                 await step(self)
         found = await self.differences()
         if not found:
-            await self.quiet()
+            await self.settled()
             for step in RESETS.values():
                 await step(self)
         return found
