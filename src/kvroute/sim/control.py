@@ -81,7 +81,7 @@ def exposition(worker: SimWorker) -> str:
         "enable_prefix_caching": options.prefix_caching,
         "engine": 0,
         "gpu_memory_utilization": 0.9,
-        "kv_cache_size_tokens": cache.capacity * cache.block_size,
+        "kv_cache_size_tokens": cache.capacity_tokens,
         "num_gpu_blocks": cache.capacity,
         "prefix_caching_hash_algo": "sha256",
     }
@@ -186,7 +186,7 @@ def _apply(worker: SimWorker, item: Any) -> None:
     if isinstance(item, dict) and item.get("restart") is True:
         worker.restart()
     elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
-        worker.engine.cache.resize(max(1, item["capacity_tokens"] // worker.options.block_size))
+        worker.engine.cache.resize(worker.options.pool_blocks(item["capacity_tokens"]))
     else:
         try:
             worker.faults.add(Fault.model_validate(item))
@@ -225,7 +225,7 @@ async def cache(call: Call, worker: SimWorker) -> None:
     """GET /sim/cache: the keys of all full blocks (`blocks.keys.block_keys` of token ids), and the block size
     in tokens."""
     held = worker.engine.cache
-    await call.respond({"block_size": held.block_size, "keys": sorted(held.held_keys)})
+    await call.respond({"block_size": worker.options.key_tokens, "keys": sorted(held.held_keys)})
 
 
 async def clear_requests(call: Call, worker: SimWorker) -> None:
