@@ -13,7 +13,7 @@ PARALLEL = $(BIN)/pytest -n $(JOBS) --dist worksteal
 PIP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test chaos churn coverage test-engine check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
+.PHONY: help up test chaos churn coverage test-engine test-engine-all engine-venv check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +31,14 @@ coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick te
 	  --durations=20 --durations-min=3
 	$(BIN)/coverage report
 
-test-engine: $(VENV)/.installed-dev ## the tests against real vLLM workers (CPU); installs the engine into .venv-engine
+test-engine: engine-venv ## CI's tests against real vLLM workers (CPU); installs the engine into .venv-engine
+	PREFILL_DECODE_REQUESTS=3 $(BIN)/pytest -m "engine and not full" tests/engine --durations=20 --durations-min=3
+
+test-engine-all: engine-venv ## all tests against real vLLM workers [ARGS='--random-order SEED']
+	$(BIN)/pytest -m engine tests/engine --durations=20 --durations-min=3 $(ARGS)
+
+engine-venv: $(VENV)/.installed-dev ## install the engine into .venv-engine, once
 	$(BIN)/python -m kvroute.deploy.engine_install
-	$(BIN)/pytest -m engine tests/engine
 
 fuzz: $(VENV)/.installed-dev ## a million mutated requests and a million event frames [ARGS='--seed 2 --seconds 600']
 	$(BIN)/python -m tests.fuzz.run $(ARGS)
@@ -44,6 +49,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/plain_words.py
+	$(BIN)/python scripts/engine_promises.py
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy

@@ -1,7 +1,7 @@
 """Real vLLM workers on CPU cores, the gateway as a subprocess, and a workload of chats.
 
-Engines are expensive (half a minute each) and live for the whole session; a gateway is cheap, and
-a test that depends on the gateway's history or map starts its own gateway.
+Tests share engines (pool.py); a gateway is cheap, and a test that depends on the gateway's history or map
+starts its own gateway.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import random
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -22,25 +22,29 @@ import openai
 import pytest
 import pytest_asyncio
 from tests.engine.endpoints import ADMIN_KEY, Run, endpoints, prompts
+from tests.engine.forging import Forging
+from tests.engine.pool import (
+    MOST_ENGINES,
+    REQUEST_TIMEOUT_S,
+    TINY,
+    Engine,
+    EngineKind,
+    EnginePool,
+    Site,
+    client,
+    start,
+)
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment, write_tiny_model
+from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
-from kvroute.deploy.vllm_command import (
-    CpuPlacement,
-    VllmSpec,
-    vllm_argv,
-    vllm_environment,
-)
 
 MODEL = "tiny"
 BLOCK_SIZE = 32
-ENGINE_READY_S = 300.0
 GATEWAY_READY_S = 30.0
-REQUEST_TIMEOUT_S = 60.0
-# Compact JSON, so that a model that says noise ends its structured answers.
-STRUCTURED = '{"backend":"xgrammar","disable_any_whitespace":true}'
+AHEAD = 3
+"""The pool starts the engines of so many tests ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,15 @@ class ChatShape:
 
 
 SHAPE = ChatShape()
+SEED_SETS = [
+    pytest.param((1,), id="one seed"),
+    pytest.param((1, 2, 3), id="three seeds", marks=pytest.mark.full),
+]
+"""For tests that measure: CI measures once."""
 POOL_SHARE = 0.65
 POOL_BLOCKS = round(POOL_SHARE * SHAPE.blocks)
+PAIR = (EngineKind(blocks=POOL_BLOCKS), EngineKind(blocks=POOL_BLOCKS, core=1, number=1))
+"""The engines of most tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,44 +99,6 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Engine:
-    """A running worker. `name` is how gateways that know it call it."""
-
-    name: str
-    url: str
-    process: ChildProcess
-    blocks: int
-    http: httpx.AsyncClient = field(repr=False)
-
-    async def restart(self) -> None:
-        await self.process.start()
-        await self.ready()
-
-    async def ready(self) -> None:
-        await self.process.wait_ready(f"{self.url}/health", timeout_s=ENGINE_READY_S)
-
-    async def forget(self) -> None:
-        """Empty the prefix cache."""
-        answer = await self.http.post(f"{self.url}/reset_prefix_cache")
-        assert answer.json() == {"success": True}
-
-    async def events(self) -> str:
-        """Where it publishes its KV events."""
-        sources = (await self.http.get(f"{self.url}/kv_event_sources")).json()
-        endpoint: str = sources["0"]["endpoint"]
-        return endpoint.replace("*", "127.0.0.1")
-
-    async def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry `labels`."""
-        text = (await self.http.get(f"{self.url}/metrics")).text
-        total = 0.0
-        for shown, value in re.findall(rf"^{re.escape(name)}\{{(.*)\}} (\S+)$", text, re.MULTILINE):
-            if all(f'{label}="{wanted}"' in shown for label, wanted in labels.items()):
-                total += float(value)
-        return total
-
-
-@dataclass(slots=True)
 class Gateway:
     """A running gateway."""
 
@@ -138,8 +111,31 @@ class Gateway:
         )
 
 
+POOL = pytest.StashKey[EnginePool]()
 StartEngine = Callable[..., Awaitable[Engine]]
 StartGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-order",
+        metavar="SEED",
+        help="run the modules with engine tests in a random order, and the tests of each in one, too",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle, if asked to. A module's tests stay together, because they share what is expensive to start."""
+    seed = config.getoption("--random-order", None)
+    if seed is not None:
+        chooser = random.Random(seed)
+        modules: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            modules.setdefault(item.path, []).append(item)
+        shuffled = [chooser.sample(tests, len(tests)) for tests in modules.values()]
+        chooser.shuffle(shuffled)
+        items[:] = [item for tests in shuffled for item in tests]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -170,8 +166,8 @@ def engine_venv(pytestconfig: pytest.Config) -> EngineVenv:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(MODEL, tmp_path_factory.mktemp("models") / MODEL)
+def model_folder(pool: EnginePool) -> Path:
+    return pool.site.model_folder(TINY)
 
 
 @pytest.fixture(scope="session")
@@ -179,64 +175,89 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def start_engine(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[StartEngine]:
-    """`(name, core, blocks)` -> an engine with that many KV blocks; stopped when the session ends.
-    `buffer_steps`: how many batches of events it keeps for a replay."""
-    cores = sorted(os.sched_getaffinity(0))
-    started: list[ChildProcess] = []
-
-    async def start(name: str, *, core: int, blocks: int, buffer_steps: int = 10_000) -> Engine:
-        port, events, replay = free_ports(3)
-        kv_events: dict[str, object] = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{events}",
-            "replay_endpoint": f"tcp://*:{replay}",
-            "topic": "kv",
-            "buffer_steps": buffer_steps,
-        }
-        spec = VllmSpec(
-            model=str(model_folder),
-            served_name=MODEL,
-            host="127.0.0.1",
-            port=port,
-            placement=CpuPlacement((cores[core % len(cores)],), kv_cache_gib=1),
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks=blocks + 1,  # the engine keeps one for itself
-            max_model_len=min(4096, blocks * BLOCK_SIZE),
-            random_weights=True,
-            offline=True,
-            eager=True,
-            tool_call_parser="hermes",
-            store_responses=True,
-            development_mode=True,
-            extra_args=(
-                *("--structured-outputs-config", STRUCTURED),
-                *("--kv-events-config", json.dumps(kv_events)),
-            ),
-        )
-        argv = vllm_argv(spec, (str(engine_venv.script("vllm")),))
-        env = vllm_environment(spec, separate_environment(os.environ))
-        process = ChildProcess(ChildSpec(name, argv, env, logs / f"{name}.log"), SystemClock())
-        started.append(process)
-        await process.start()
-        engine = Engine(name, spec.url, process, blocks, http)
-        await engine.ready()
-        return engine
-
-    # vLLM closes a connection that was idle for 5 s, perhaps as the next question comes: no keep-alive.
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits) as http:
-        yield start
-        await asyncio.gather(*(process.stop() for process in started if process.running))
+@pytest.fixture(scope="session")
+def pool(
+    request: pytest.FixtureRequest, engine_venv: EngineVenv, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EnginePool]:
+    """The engines that tests share (pool.py)."""
+    folder = tmp_path_factory.mktemp("engines")
+    forging = Forging(engine_venv, folder)
+    with EnginePool(Site(engine_venv, forging.venv, folder), forging.started) as made:
+        request.session.stash[POOL] = made
+        yield made
+        del request.session.stash[POOL]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engines(start_engine: StartEngine) -> list[Engine]:
-    """Two workers on a core each. A pool holds 65% of what the chats of `SHAPE` need together."""
-    starting = [start_engine(name, core=core, blocks=POOL_BLOCKS) for core, name in enumerate("ab")]
-    return list(await asyncio.gather(*starting))
+async def forged_venv(pool: EnginePool) -> EngineVenv:
+    """An engine environment whose `python`, `vllm` and `lmcache` are forked from a process that has imported
+    them (forge.py)."""
+    await pool.forged()
+    return pool.site.forged
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def leased(request: pytest.FixtureRequest, pool: EnginePool) -> AsyncIterator[list[Engine]]:
+    """The shared engines of the kinds that `@pytest.mark.engines(...)` names."""
+    async with pool.lease(marked_kinds(request.node)) as engines:
+        yield engines
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start_engine(pool: EnginePool) -> AsyncIterator[StartEngine]:
+    """`(kind, name)` -> an engine that belongs to the test alone, and ends with it."""
+    async with client() as http, AsyncExitStack() as owned:
+
+        async def begin(kind: EngineKind, name: str) -> Engine:
+            await pool.forged()
+            engine = await start(pool.site, kind, name, http)
+            owned.push_async_callback(engine.process.stop)
+            return engine
+
+        yield begin
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engines(pool: EnginePool) -> AsyncIterator[list[Engine]]:
+    """Two shared workers `a` and `b` on a core each. A worker holds 65% of what the chats of `SHAPE` need
+    together."""
+    async with pool.lease(PAIR) as engines:
+        yield named(engines)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def own_engines(start_engine: StartEngine) -> list[Engine]:
+    """As `engines`, for a test that ends or restarts them."""
+    return list(
+        await asyncio.gather(*(start_engine(kind, name) for kind, name in zip(PAIR, "ab", strict=True)))
+    )
+
+
+def named(engines: list[Engine]) -> list[Engine]:
+    for engine, name in zip(engines, "ab", strict=True):
+        engine.name = name
+    return engines
+
+
+def marked_kinds(item: pytest.Item) -> list[EngineKind]:
+    return [kind for marker in item.iter_markers("engines") for kind in marker.args]
+
+
+def kinds_of(item: pytest.Item) -> list[EngineKind]:
+    """The kinds of all shared engines that a test uses."""
+    fixtures = getattr(item, "fixturenames", ())
+    return [*marked_kinds(item), *(PAIR if {"engines", "gateway"} & {*fixtures} else ())]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Let the pool start what the next tests need while this one runs."""
+    pool = item.session.stash.get(POOL, None)
+    if pool is not None:
+        place = item.session.items.index(item)
+        wanted = [kind for each in item.session.items[place : place + AHEAD] for kind in kinds_of(each)]
+        pool.want([*dict.fromkeys(wanted)][:MOST_ENGINES])
+    return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -260,17 +281,25 @@ def run_gateway(logs: Path) -> StartGateway:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def start_gateway(engines: list[Engine], run_gateway: StartGateway) -> StartGateway:
     """`(strategy, *options)` -> an async context manager: a gateway in front of `engines`."""
 
     @asynccontextmanager
     async def start(strategy: str = "prefixaware", *options: str) -> AsyncIterator[Gateway]:
-        async with run_gateway(engines, strategy, *options) as gateway:
-            await both_routable(gateway.url, len(engines))
+        async with routable_gateway(run_gateway, engines, strategy, *options) as gateway:
             yield gateway
 
     return start
+
+
+@asynccontextmanager
+async def routable_gateway(
+    run_gateway: StartGateway, engines: Sequence[Engine], strategy: str = "prefixaware", *options: str
+) -> AsyncIterator[Gateway]:
+    async with run_gateway(engines, strategy, *options) as gateway:
+        await both_routable(gateway.url, len(engines))
+        yield gateway
 
 
 async def both_routable(url: str, count: int) -> None:
@@ -284,10 +313,12 @@ async def both_routable(url: str, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def gateway(start_gateway: StartGateway) -> AsyncIterator[Gateway]:
-    """One gateway with the default strategy, shared by the tests that only talk through it."""
-    async with start_gateway() as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(pool: EnginePool, run_gateway: StartGateway) -> AsyncIterator[Gateway]:
+    """One gateway with the default strategy before the engines of `engines`, shared by a module's tests that
+    only talk through it."""
+    engines = named([replace(await pool.running(kind)) for kind in PAIR])
+    async with routable_gateway(run_gateway, engines) as running:
         yield running
 
 
@@ -366,12 +397,21 @@ async def _chat(
 
 
 @pytest.fixture(scope="session")
+def known_chats() -> dict[tuple[str, int, ChatShape], list[Turn]]:
+    """The memory of `chats_through`."""
+    return {}
+
+
+@pytest.fixture
 def chats_through(
-    engines: list[Engine], start_gateway: StartGateway, hold_chats: Callable[..., Awaitable[list[Turn]]]
+    engines: list[Engine],
+    start_gateway: StartGateway,
+    hold_chats: Callable[..., Awaitable[list[Turn]]],
+    known_chats: dict[tuple[str, int, ChatShape], list[Turn]],
 ) -> Callable[..., Awaitable[list[Turn]]]:
     """`(strategy, seed, shape)` -> every turn of those chats through a new gateway, on workers with
     empty caches. Asked again for the same, it answers from memory."""
-    known: dict[tuple[str, int, ChatShape], list[Turn]] = {}
+    known = known_chats
 
     async def measure(strategy: str, seed: int, shape: ChatShape = SHAPE) -> list[Turn]:
         key = strategy, seed, shape
@@ -390,7 +430,14 @@ def _text(chooser: random.Random, words: list[str], count: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def run_endpoint(engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run_endpoint(forged_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Endpoints whose engines and LMCache servers are forked."""
+    return endpoints(forged_venv.path, logs, tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def run_real_endpoint(engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Endpoints as a user has them: every program is started by itself."""
     return endpoints(engine_venv.path, logs, tmp_path_factory.mktemp)
 
 

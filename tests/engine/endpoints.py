@@ -189,6 +189,24 @@ class Endpoint:
         url = f"{self.state_of(self.server_of(worker)).url}/cache/clear"
         (await self.http.post(url, json={"tier": "l1", "force": True})).raise_for_status()
 
+    async def compute_at(self, worker: str, prompt: str) -> None:
+        """Ask the worker itself, past the gateway."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": 1}
+        reply = await self.http.post(f"{self.state_of(worker).url}/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+
+    async def l1_objects(self, worker: str) -> int:
+        """How many objects the memory of its LMCache server holds."""
+        url = self.state_of(self.server_of(worker)).url
+        manager = (await self.http.get(f"{url}/status")).json()["storage_manager"]["l1_managers"]["_default"]
+        return int(manager["total_object_count"] - manager["staging_object_count"])
+
+    async def until_in_l1(self, worker: str) -> None:
+        """Until the memory of its LMCache server holds as much as a prompt has."""
+        async with asyncio.timeout(60):
+            while await self.l1_objects(worker) < SHARED_TOKENS // CHUNK_TOKENS:
+                await asyncio.sleep(0.05)
+
     async def until_healthy(self) -> None:
         async with asyncio.timeout(60):
             while (await self.http.get(f"{self.url}/ready")).text.count('"healthy"') < 2:

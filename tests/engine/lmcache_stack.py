@@ -8,7 +8,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from kvroute.deploy.vllm_command import (
     vllm_environment,
 )
 from kvroute.index.chunk_index import ChunkIndex
+from kvroute.index.prefix_index import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.listeners import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.membership import LMCacheServer, ServedWorker
@@ -106,6 +107,57 @@ class Stack:
         answer = await self.http.post(f"{self.engine_url}/reset_prefix_cache")
         assert answer.json() == {"success": True}
 
+    async def clear_l1(self) -> None:
+        answer = await self.http.post(f"{self.lmcache_url}/cache/clear", json={"tier": "l1", "force": True})
+        answer.raise_for_status()
+        await until(lambda: self.instance.memory.objects == 0, within_s=QUIET_S)
+
+    async def clear_l2(self) -> None:
+        """Also for the coordinator: nobody reports it."""
+        await self.store.flushdb()
+        for pool in self.coordinator.pools():
+            pool.held.clear()
+
+    async def settled(self) -> None:
+        """Wait until LMCache has stored what it was given, whether the map knows it or not."""
+        agreed, seen = 0, (0, 0)
+        async with asyncio.timeout(QUIET_S):
+            while agreed < 3:
+                now = (await self.l1_objects(), int(await self.store.dbsize()))
+                agreed = agreed + 1 if now == seen and min(now) >= len(CANARY) // CHUNK else 0
+                seen = now
+                await asyncio.sleep(0.3)
+
+    async def differences(self) -> list[str]:
+        """What distinguishes the stack from its known state, in which all caches are empty and the map knows
+        it. Asks a prompt."""
+        believed = {"L1": self.instance.memory.objects}
+        believed |= {"L2": sum(pool.held.objects for pool in self.coordinator.pools())}
+        held = {"L1": await self.l1_objects(), "L2": int(await self.store.dbsize())}
+        found = [f"{tier} holds {count} objects" for tier, count in held.items() if count]
+        if believed != held:
+            found.append(f"the map has {believed}, the stores {held}")
+        if self.instance.trust is not MapTrust.WHOLE:
+            found.append(f"the map is {self.instance.trust}")
+        if cached := await self.ask(CANARY):
+            found.append(f"{cached} tokens of an earlier prompt are cached")
+        return found
+
+    async def reset(self, *, without: str = "") -> list[str]:
+        """Bring the stack back to its known state. Returns `differences`. `without` leaves out one of
+        `RESETS`."""
+        await self.ask(CANARY)
+        await self.settled()
+        for name, step in RESETS.items():
+            if name != without:
+                await step(self)
+        found = await self.differences()
+        if not found:
+            await self.settled()
+            for step in RESETS.values():
+                await step(self)
+        return found
+
     def predicted(self, prompt: list[int], salt: str = "") -> tuple[int, int]:
         return self.index.match(PromptChunks(prompt[:-1]), salt, {}).get(0, (0, 0))
 
@@ -143,6 +195,14 @@ class Stack:
                     await asyncio.sleep(0.3)
             except TimeoutError:
                 pytest.fail(f"believed and held, in L1 and in L2: {seen}")
+
+
+RESETS: Mapping[str, Callable[[Stack], Awaitable[None]]] = {
+    "GPU": Stack.forget_gpu,
+    "L1": Stack.clear_l1,
+    "L2": Stack.clear_l2,
+}
+"""What brings a stack back to its known state."""
 
 
 @asynccontextmanager
@@ -223,3 +283,6 @@ async def started(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> As
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     return random.Random(seed).choices(range(10, 8000), k=tokens)
+
+
+CANARY = prompt(10_000)

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from tests.engine.adapters import write_adapter
 from tests.engine.weights import write_weights
 
@@ -66,6 +67,8 @@ class Site:
     logs: Path
     venv: EngineVenv
     adapters: dict[str, Path]
+    store: redis.asyncio.Redis
+    lmcache: str
     engines: dict[str, str] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)
     isolating: dict[str, str] = field(default_factory=dict)
@@ -105,6 +108,50 @@ class Site:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             pytest.fail(f"{mode}, {model}: {tiers} should be known, the gateway thinks {seen}")
+
+    async def fill(self) -> None:
+        for url in self.engines.values():
+            await self.ask(url, MODEL, CANARY)
+        async with asyncio.timeout(ANSWER_S):
+            while min(await self.l1_objects(), await self.store.dbsize()) < len(CANARY) // CHUNK:
+                await asyncio.sleep(0.05)
+
+    async def l1_objects(self) -> int:
+        page = (await self.http.get(f"{self.lmcache}/status")).json()
+        manager = page["storage_manager"]["l1_managers"]["_default"]
+        return int(manager["total_object_count"] - manager["staging_object_count"])
+
+    async def forget_all(self) -> None:
+        for mode in self.engines:
+            await self.forget(mode)
+
+    async def clear_l1(self) -> None:
+        body = {"tier": "l1", "force": True}
+        (await self.http.post(f"{self.lmcache}/cache/clear", json=body)).raise_for_status()
+
+    async def clear_redis(self) -> None:
+        await self.store.flushdb()
+
+    async def reset(self, *, without: str = "") -> list[str]:
+        """Bring the site back to its known state, in which all caches are empty. Returns what differs from
+        it. `without` leaves out one of `RESETS`."""
+        await self.fill()
+        for name, step in RESETS.items():
+            if name != without:
+                await step(self)
+        found = [f"L1 holds {held} objects"] if (held := await self.l1_objects()) else []
+        found += [f"Redis holds {held} objects"] if (held := await self.store.dbsize()) else []
+        for mode, url in self.engines.items():
+            if cached := (await self.ask(url, MODEL, CANARY)).cached:
+                found.append(f"{mode}: {cached} tokens of an earlier prompt are cached")
+            served = [each["id"] for each in (await self.http.get(f"{url}/v1/models")).json()["data"]]
+            if sorted(served) != sorted(MODELS):
+                found.append(f"{mode}: it serves {served}")
+        if not found:
+            await self.fill()
+            for step in RESETS.values():
+                await step(self)
+        return found
 
     def child(self, name: str, argv: list[str], env: dict[str, str]) -> ChildProcess:
         return ChildProcess(ChildSpec(name, tuple(argv), env, self.logs / f"{name}.log"), SystemClock())
@@ -146,9 +193,28 @@ class Site:
         return self.child(f"adapters-{mode}", list(argv), environ)
 
 
+RESETS = {"GPU": Site.forget_all, "L1": Site.clear_l1, "Redis": Site.clear_redis}
+"""What brings the site back to its known state."""
+CANARY = [11, 13, 17, 19] * 50
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(shared: Site) -> AsyncIterator[Site]:
+    """With empty caches, and left so."""
+    yield shared
+    assert await shared.reset() == []
+
+
+@pytest.mark.parametrize("left_out", RESETS)
+async def test_the_check_of_the_site_fails_when_one_reset_is_left_out(site: Site, left_out: str) -> None:
+    assert await site.reset(without=left_out)
+
+    assert await site.reset() == []
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def site(
-    engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
+async def shared(
+    forged_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     redis_server = shutil.which("redis-server")
     if redis_server is None:
@@ -159,7 +225,7 @@ async def site(
     adapters = {
         name: write_adapter(model, folder / f"adapter-{seed}", seed) for seed, name in enumerate(ADAPTERS)
     }
-    redis, zmq, lmcache_http, coordinator, *gateways = free_ports(8)
+    redis_port, zmq, lmcache_http, coordinator, *gateways = free_ports(8)
     keys = [{"name": name, "hash": "sha256:" + hashlib.sha256(name.encode()).hexdigest()} for name in TENANTS]
     keys_file = folder / "keys.json"
     keys_file.write_text(json.dumps({"keys": keys}))
@@ -169,8 +235,10 @@ async def site(
         httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=limits) as http,
         AsyncExitStack() as stack,
     ):
-        site = Site(http, model, logs, engine_venv, adapters)
-        argv = [redis_server, "--port", str(redis), "--save", "", "--dir", str(folder)]
+        store = redis.asyncio.Redis(port=redis_port)
+        stack.push_async_callback(store.aclose)
+        site = Site(http, model, logs, forged_venv, adapters, store, f"http://127.0.0.1:{lmcache_http}")
+        argv = [redis_server, "--port", str(redis_port), "--save", "", "--dir", str(folder)]
         await stack.enter_async_context(site.child("adapters-redis", argv, dict(os.environ)))
 
         executable = os.environ.get("KVROUTE_EXECUTABLE")
@@ -179,7 +247,7 @@ async def site(
         of_mp = ["lmcache.coordinator.enabled=true", f"lmcache.coordinator.listen=127.0.0.1:{coordinator}"]
 
         server = [
-            str(engine_venv.script("lmcache")), "server", "--instance-id", "mp",
+            str(forged_venv.script("lmcache")), "server", "--instance-id", "mp",
             "--host", "127.0.0.1", "--port", str(zmq),
             "--http-host", "127.0.0.1", "--http-port", str(lmcache_http),
             "--chunk-size", str(CHUNK), "--l1-size-gb", "0.2", "--eviction-policy", "LRU",
@@ -196,7 +264,7 @@ async def site(
             "LMCACHE_CHUNK_SIZE": str(CHUNK),
             "LMCACHE_LOCAL_CPU": "False",
             "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.2",
-            "LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{redis}",
+            "LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{redis_port}",
             "LMCACHE_REMOTE_SERDE": "naive",
         }
         engines = {

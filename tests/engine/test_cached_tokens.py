@@ -12,24 +12,20 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import pytest_asyncio
+from tests.engine.conftest import PAIR, SEED_SETS
+from tests.engine.pool import EngineKind
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
-SEEDS = (1, 2, 3)
 POOL_SHARES = (0.63, 0.67)
 COMMON_TOKENS = 4 * 32
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def whole(engines, start_engine):
-    """One worker with the pools of both workers; stopped after the comparison."""
-    engine = await start_engine("whole", core=0, blocks=sum(each.blocks for each in engines))
-    yield engine
-    await engine.process.stop()
+WHOLE = EngineKind(blocks=sum(kind.blocks for kind in PAIR))
+"""One worker with the pools of both workers."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cached_tokens(chats_through):
     """`(strategy, seed)` -> tokens that both workers found in their caches."""
 
@@ -45,11 +41,14 @@ def blocks_held(turns) -> int:
     return sum(-(-tokens // 32) for tokens in ends.values())
 
 
+@pytest.mark.engines(WHOLE)
+@pytest.mark.parametrize("seeds", SEED_SETS)
 async def test_prefixaware_hits_nearly_as_many_tokens_as_one_big_worker(
-    whole, engines, cached_tokens, hold_chats, capsys
+    seeds, leased, engines, cached_tokens, hold_chats, capsys
 ) -> None:
+    (whole,) = leased
     shares, gains = [], []
-    for seed in SEEDS:
+    for seed in seeds:
         await whole.forget()
         alone = await hold_chats(whole.url, seed=seed)
         together = sum(turn.cached_tokens for turn in alone)
@@ -73,12 +72,13 @@ async def test_prefixaware_hits_nearly_as_many_tokens_as_one_big_worker(
     assert gain > 1
 
 
+@pytest.mark.full
 async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
     engines, chats_through, chat_shape, capsys
 ) -> None:
     shape = replace(chat_shape, common_tokens=COMMON_TOKENS)
     ratios = []
-    for seed in SEEDS:
+    for seed in (1, 2, 3):
         turns = await chats_through("prefixaware", seed, shape)
         computed = Counter({engine.name: 0 for engine in engines})
         for turn in turns:

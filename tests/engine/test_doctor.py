@@ -134,13 +134,13 @@ async def until_compared(http: httpx.AsyncClient) -> None:
 
 
 async def test_missing_events_and_a_wrong_seed_are_named_and_the_printed_fixes_work(
-    engine_venv: EngineVenv,
+    forged_venv: EngineVenv,
     model_folder: Path,
     logs: Path,
     tmp_path: Path,
     report: Callable[[str], None],
 ) -> None:
-    site = Site(engine_venv, model_folder, logs, tmp_path / "kvroute.yaml")
+    site = Site(forged_venv, model_folder, logs, tmp_path / "kvroute.yaml")
     async with site.engine("doctor-no-events"), site.gateway():
         code, found = await site.findings()
         report(f"without events: {code} {found}")

@@ -14,9 +14,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pyt
 
 
 async def test_without_a_second_tier_each_worker_computes_for_itself(
-    run_endpoint: Run, prompt: Callable[[int], str]
+    run_real_endpoint: Run, prompt: Callable[[int], str]
 ) -> None:
-    async with run_endpoint("redis-l2.yaml", enableL2Cache=False) as endpoint:
+    """With engines and LMCache servers that are started, and restarted, as a user's are."""
+    async with run_real_endpoint("redis-l2.yaml", enableL2Cache=False) as endpoint:
         first = await endpoint.ask(prompt(1))
         second = await endpoint.ask_the_other(prompt(1), than=first.worker)
 

@@ -9,6 +9,7 @@ from collections import Counter
 import httpx
 import openai
 import pytest
+from tests.engine.conftest import routable_gateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -56,11 +57,11 @@ class Load:
 
 
 async def test_killing_a_worker_loses_no_request_that_had_not_started(
-    engines, start_gateway, words, capsys
+    own_engines, run_gateway, words, capsys
 ) -> None:
-    doomed, survivor = engines
+    doomed, survivor = own_engines
     async with (
-        start_gateway("prefixaware") as gateway,
+        routable_gateway(run_gateway, own_engines) as gateway,
         gateway.openai() as client,
         httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as http,
     ):

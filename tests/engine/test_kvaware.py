@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.engine.conftest import SEED_SETS
 from tests.engine.endpoints import drained
 from tests.engine.event_tap import EventTap
 
@@ -27,7 +28,6 @@ THINKS_S = (0.12, 0.2)
 PATIENT = ("--set", "tokens.timeout_ms=5000")
 """The engines keep this machine's cores busy. A prompt that is not tokenized in time is predicted by what was
 sent before, and not by the map (`kv_approximate`)."""
-SEEDS = (1, 2, 3)
 MORE_SEEDS = (1, 2, 3, 4, 5)
 """For tests that depend on the worker that prefixaware chooses for an unknown prompt."""
 TOOLS = [
@@ -201,14 +201,15 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
     assert exact[0] >= 0.99
 
 
-@pytest.mark.parametrize("common_tokens", [0, 4 * BLOCK])
+@pytest.mark.parametrize("common_tokens", [0, pytest.param(4 * BLOCK, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", SEED_SETS)
 async def test_kvaware_finds_the_hits_of_prefixaware(
-    common_tokens, chats_through, chat_shape, capsys
+    seeds, common_tokens, chats_through, chat_shape, capsys
 ) -> None:
     """In both workloads of tests/engine/test_cached_tokens.py."""
     shape = replace(chat_shape, common_tokens=common_tokens)
     ratios = []
-    for seed in SEEDS:
+    for seed in seeds:
         ours, theirs = [
             sum(turn.cached_tokens for turn in await chats_through(strategy, seed, shape))
             for strategy in ("kvaware", "prefixaware")
@@ -270,11 +271,12 @@ async def asked_with_others(strategy: str, seed: int, engines, start_gateway, wo
         return sum(await asyncio.gather(reader(asked[::2]), reader(asked[1::2])))
 
 
-async def test_knows_of_a_reset(engines, start_gateway, words, capsys) -> None:
+@pytest.mark.parametrize("seeds", SEED_SETS)
+async def test_knows_of_a_reset(seeds, engines, start_gateway, words, capsys) -> None:
     """Both workers hold the same documents; then one worker's cache is reset, each worker once. A strategy
     that knows about the reset uses the other worker."""
     ratios = []
-    for seed in SEEDS:
+    for seed in seeds:
         ours, theirs = [
             sum(
                 [

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from tests.engine.event_tap import EventTap
+from tests.engine.pool import EngineKind
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -21,10 +21,8 @@ BUFFER_STEPS = 2
 PROBE_S = 0.2
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def forgetful(start_engine):
-    """An engine that can repeat its last two batches of events only."""
-    return await start_engine("forgetful", core=0, blocks=POOL_BLOCKS, buffer_steps=BUFFER_STEPS)
+FORGETFUL = EngineKind(blocks=POOL_BLOCKS, buffer_steps=BUFFER_STEPS)
+"""It can repeat its last two batches of events only."""
 
 
 class Asking:
@@ -85,7 +83,9 @@ def drawn(name: str, blocks: int) -> list[int]:
     return random.Random(f"repair {name}").choices(range(100, 7000), k=blocks * BLOCK + 1)
 
 
-async def test_lost_blocks_are_placed_by_a_request_and_by_probes(forgetful, run_gateway, report) -> None:
+@pytest.mark.engines(FORGETFUL)
+async def test_lost_blocks_are_placed_by_a_request_and_by_probes(leased, run_gateway, report) -> None:
+    (forgetful,) = leased
     ours, others, third = drawn("ours", 9), drawn("others", 8), drawn("third", 4)
     with EventTap(await forgetful.events()) as tap:
         directly = Asking(forgetful.http, forgetful.url)

@@ -1,8 +1,4 @@
-"""Two gateways with a real LMCache: the one that it reports to is killed, and the other takes over.
-
-A stack of its own: after a restart of its LMCache server an engine did not answer within 60 s (vLLM 0.32,
-LMCache 0.5.6), and `test_lmcache.py` ends with such a restart.
-"""
+"""Two gateways with a real LMCache: the one that it reports to is killed, and the other takes over."""
 
 from __future__ import annotations
 
@@ -28,9 +24,9 @@ from kvroute.deploy.prepare import free_ports
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[Stack]:
-    async with started(engine_venv, model_folder, logs) as stack:
+@pytest_asyncio.fixture(loop_scope="session")
+async def stack(forged_venv: EngineVenv, model_folder: Path, logs: Path) -> AsyncIterator[Stack]:
+    async with started(forged_venv, model_folder, logs) as stack:
         yield stack
 
 

@@ -20,7 +20,7 @@ DEADLINE_S = 240.0
 
 
 @pytest.fixture
-def run(engine_venv, tmp_path: Path):
+def run(forged_venv, tmp_path: Path):
     """`(script, *argv)` -> run a console script of the engine's environment to its end."""
     offline = {
         "HF_HUB_OFFLINE": "1",
@@ -30,7 +30,7 @@ def run(engine_venv, tmp_path: Path):
     }
 
     async def run_to_end(script: str, *argv: str) -> None:
-        command = (str(engine_venv.script(script)), *argv)
+        command = (str(forged_venv.script(script)), *argv)
         env = separate_environment(os.environ) | offline
         spec = ChildSpec(script, command, env, tmp_path / f"{script}.log", cwd=tmp_path)
         async with ChildProcess(spec, SystemClock()) as process, asyncio.timeout(DEADLINE_S):
@@ -40,6 +40,7 @@ def run(engine_venv, tmp_path: Path):
     return run_to_end
 
 
+@pytest.mark.full
 async def test_lmcache_bench_engine(run, gateway, tmp_path: Path, capsys) -> None:
     """Chats of several rounds over one shared system prompt, at 4 requests a second."""
     await run(

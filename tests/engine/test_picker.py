@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.engine.conftest import ADMIN_KEY, GATEWAY_READY_S, ChatShape, Engine, both_routable
+from tests.engine.conftest import ADMIN_KEY, GATEWAY_READY_S, ChatShape, both_routable
+from tests.engine.pool import Engine
 from tests.epp.conftest import port_of, run_envoy
 from tests.support.waiting import until
 

@@ -15,6 +15,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kvroute.deploy.processes import ChildProcess
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(3600),
 ]
 
@@ -147,7 +148,7 @@ class Stack:
 
     async def introduce_pairs(self) -> None:
         """Let each pair move a prompt: the first connection of two agents can take longer than a request."""
-        text = texts_of(self.plan)
+        text = texts_of(self.plan.model_folder)
         for other in WORKERS:
             await self.drain(other, on=True)
             async with asyncio.timeout(120):
@@ -160,6 +161,33 @@ class Stack:
             await self.drain(other, on=False)
         await self.until_ready()
 
+    async def until_cold(self, name: str) -> None:
+        """Empty a worker's cache. It says so with its next step."""
+        answer = await self.http.post(f"{self.url(name)}/reset_prefix_cache")
+        assert answer.json() == {"success": True}
+        await self.ask_worker(name, greedy_chat(MODEL, "", max_tokens=1))
+
+    async def reset(self, *, without: str = "") -> list[str]:
+        """Bring the stack back to its known state: nothing drained, all caches empty. Returns what differs
+        from it. `without` leaves out "drains" or "caches"."""
+        for name in WORKERS:
+            await self.ask_worker(name, CANARY)
+        await self.until_no_block_is_kept()
+        for name in WORKERS:
+            if without != "drains":
+                await self.drain(name, on=False)
+            if without != "caches":
+                await self.until_cold(name)
+        ready = (await self.http.get(f"{self.plan.gateway.url}/ready")).json()
+        found = [f"{name} is {is_now}" for name, is_now in ready["workers"].items() if is_now != "healthy"]
+        for name in WORKERS:
+            before = await self.sources(name)
+            await self.ask_worker(name, CANARY)
+            if cached := (await self.sources(name) - before).cached:
+                found.append(f"{cached} tokens of an earlier prompt are cached by {name}")
+            await self.until_cold(name)
+        return found
+
     async def until_ready(self) -> None:
         async with asyncio.timeout(60):
             while True:
@@ -170,9 +198,9 @@ class Stack:
                 await asyncio.sleep(0.05)
 
 
-def texts_of(plan: ProcessPlan) -> Callable[[str, int], str]:
+def texts_of(model: Path) -> Callable[[str, int], str]:
     """`(seed, words)` -> a text of about that many tokens."""
-    vocabulary = json.loads((plan.model_folder / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     known = sorted(entry.replace("Ġ", " ") for entry in vocabulary if re.fullmatch("Ġ[a-z]{4,}", entry))
     return lambda seed, words: "".join(random.Random(seed).choices(known, k=words))
 
@@ -180,6 +208,9 @@ def texts_of(plan: ProcessPlan) -> Callable[[str, int], str]:
 def greedy_chat(model: str, text: str, **more: Any) -> dict[str, Any]:
     body = {"model": model, "temperature": 0, "max_tokens": 12}
     return {**body, "messages": [{"role": "user", "content": text}], **more}
+
+
+CANARY = greedy_chat(MODEL, "all that was asked before is forgotten " * 20, max_tokens=1)
 
 
 def choices(answer: httpx.Response) -> Any:
@@ -205,9 +236,9 @@ def _without_ids(choices: Any) -> str:
     return re.sub(r"chatcmpl-tool-[0-9a-f]+|call_[0-9a-f]+", "ID", json.dumps(choices, sort_keys=True))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> AsyncIterator[Stack]:
-    await install_nixl(engine_venv, report=print, clock=SystemClock())
+@asynccontextmanager
+async def started(real: EngineVenv, forged: EngineVenv, folder: Path) -> AsyncIterator[Stack]:
+    await install_nixl(real, report=print, clock=SystemClock())
     (gateway_port,) = free_ports(1)
     spec = UpSpec(
         engine=Engine.VLLM,
@@ -217,11 +248,12 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         decode_workers=1,
         port=gateway_port,
         strategy="kvaware",
-        state_dir=tmp_path_factory.mktemp("up"),
-        engine_venv=engine_venv.path,
+        state_dir=folder,
+        engine_venv=real.path,
     )
     environ = {
         **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
         "KVROUTE__ADMIN__API_KEY": ADMIN_KEY,
         "KVROUTE__ROUTING__PREFILL_DECODE__THRESHOLD_TOKENS": str(THRESHOLD),
         # The engines keep the cores busy: a prompt that is tokenized late is not decided by the map.
@@ -236,7 +268,7 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         cores,
         (),
         free_ports(port_count(spec, ())),
-        (str(engine_venv.script("vllm")),),
+        (str(forged.script("vllm")),),
     )
     plan = plan_up(spec, facts)
     assert plan.tiny_model is not None
@@ -262,9 +294,40 @@ async def stack(engine_venv: EngineVenv, logs: Path, tmp_path_factory: Any) -> A
         await asyncio.gather(*(each.stop() for each in processes.values() if each.running))
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(
+    engine_venv: EngineVenv, forged_venv: EngineVenv, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    async with started(engine_venv, forged_venv, tmp_path_factory.mktemp("up")) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stack(shared: Stack) -> AsyncIterator[Stack]:
+    """With empty caches and no worker drained, and left so."""
+    yield shared
+    assert await shared.reset() == []
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def own_stack(engine_venv: EngineVenv, forged_venv: EngineVenv, tmp_path: Path) -> AsyncIterator[Stack]:
+    """For a test that kills a worker."""
+    async with started(engine_venv, forged_venv, tmp_path) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("left_out", ["drains", "caches"])
+async def test_the_check_of_the_stack_fails_when_one_reset_is_left_out(stack: Stack, left_out: str) -> None:
+    await stack.drain("worker-0", on=True)
+
+    assert await stack.reset(without=left_out)
+
+    assert await stack.reset() == []
+
+
 @pytest.fixture(scope="module")
-def text(stack: Stack) -> Any:
-    return texts_of(stack.plan)
+def text(model_folder: Path) -> Any:
+    return texts_of(model_folder)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
@@ -357,6 +420,19 @@ async def predictions(stack: Stack) -> dict[str, int]:
 
 
 async def test_cold_prompts_arrive_by_transfer(stack: Stack, text: Any) -> None:
+    await cold_prompts_arrive_by_transfer(stack, text)
+
+
+@pytest.mark.full
+async def test_engines_that_were_not_forked_hand_over_too(
+    engine_venv: EngineVenv, tmp_path: Path, text: Any
+) -> None:
+    """Each is started by itself, with a compute process of its own, as a user's are."""
+    async with started(engine_venv, engine_venv, tmp_path) as stack:
+        await cold_prompts_arrive_by_transfer(stack, text)
+
+
+async def cold_prompts_arrive_by_transfer(stack: Stack, text: Any) -> None:
     prompts, fetched = 0, 0
     for number in range(5):
         body = chat(text(f"cold {number}", 610 + number))
@@ -369,22 +445,19 @@ async def test_cold_prompts_arrive_by_transfer(stack: Stack, text: Any) -> None:
     assert fetched >= 0.95 * prompts
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", lambda words: {**GREEDY, "prompt": words}),
-        ("/v1/responses", lambda words: {"model": MODEL, "input": words, "max_output_tokens": 12}),
-        (
-            "/v1/messages",
-            lambda words: {**GREEDY, "messages": [{"role": "user", "content": words}]},
-        ),
-    ],
-)
+BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/completions": lambda words: {**GREEDY, "prompt": words},
+    "/v1/responses": lambda words: {"model": MODEL, "input": words, "max_output_tokens": 12},
+    "/v1/messages": lambda words: {**GREEDY, "messages": [{"role": "user", "content": words}]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_every_api_hands_over(stack: Stack, text: Any, path: str, body: Any, streamed: bool) -> None:
+async def test_every_api_hands_over(stack: Stack, text: Any, path: str, streamed: bool) -> None:
     before = {name: await stack.sources(name) for name in WORKERS}
 
-    answer = await stack.ask({**body(text(f"{path} {streamed}", 700)), "stream": streamed}, path)
+    answer = await stack.ask({**BODIES[path](text(f"{path} {streamed}", 700)), "stream": streamed}, path)
 
     second = answer.headers["x-kvroute-worker"]
     assert answer.headers["x-kvroute-prefill-worker"] != second
@@ -473,28 +546,32 @@ async def kill_under_load(
     return outcomes
 
 
-# The last tests, in this order: killed workers stay dead, but for one.
+@pytest.mark.full
+async def test_a_killed_prefill_worker_costs_no_request_with_recompute(own_stack: Stack, text: Any) -> None:
+    await own_stack.drain("worker-0", on=True)
 
-
-async def test_a_killed_prefill_worker_costs_no_request_with_recompute(stack: Stack, text: Any) -> None:
-    await stack.drain("worker-0", on=True)
-
-    outcomes = await kill_under_load(stack, text, "prefill-0", "prefill worker killed, recompute")
+    outcomes = await kill_under_load(own_stack, text, "prefill-0", "prefill worker killed, recompute")
 
     assert not any(outcome.failed for outcome in outcomes)
-    assert await stack.metric("gateway", "kvroute_handover_fallbacks_total") >= 1
-    await stack.drain("worker-0", on=False)
-    await stack.restart("prefill-0")
+    assert await own_stack.metric("gateway", "kvroute_handover_fallbacks_total") >= 1
+    await own_stack.drain("worker-0", on=False)
+    await own_stack.restart("prefill-0")
 
 
-async def test_a_killed_decode_worker_costs_only_streams_that_had_begun(stack: Stack, text: Any) -> None:
-    outcomes = await kill_under_load(stack, text, "decode-0", "decode worker killed", tokens=24)
+@pytest.mark.full
+async def test_a_killed_decode_worker_costs_only_streams_that_had_begun(own_stack: Stack, text: Any) -> None:
+    outcomes = await kill_under_load(own_stack, text, "decode-0", "decode worker killed", tokens=24)
 
     assert all(outcome.had_begun for outcome in outcomes if outcome.failed)
 
 
-async def test_a_killed_prefill_worker_costs_no_request_without_recompute(stack: Stack, text: Any) -> None:
+async def test_a_killed_prefill_worker_costs_no_request_without_recompute(
+    own_stack: Stack, text: Any
+) -> None:
     """Only `worker-0` is left for the second legs, and its engine does not compute lost prompts itself."""
-    outcomes = await kill_under_load(stack, text, "prefill-0", "prefill worker killed, no recompute")
+    own_stack.processes["decode-0"].kill()
+    await own_stack.processes["decode-0"].wait()
+
+    outcomes = await kill_under_load(own_stack, text, "prefill-0", "prefill worker killed, no recompute")
 
     assert not any(outcome.failed for outcome in outcomes)

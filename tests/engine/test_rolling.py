@@ -9,6 +9,7 @@ from collections import Counter
 import httpx
 import openai
 import pytest
+from tests.engine.conftest import routable_gateway
 from tests.engine.endpoints import ADMIN_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -53,12 +54,12 @@ class Clients:
 
 
 async def test_a_rolling_restart_of_both_workers_fails_no_request(
-    engines, start_gateway, words, report
+    own_engines, run_gateway, words, report
 ) -> None:
     """As `kubectl rollout restart`: drain, end, start, and the next worker once this one is ready."""
     admin = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with (
-        start_gateway("prefixaware") as gateway,
+        routable_gateway(run_gateway, own_engines) as gateway,
         gateway.openai() as client,
         httpx.AsyncClient(base_url=gateway.url, timeout=2 * DRAIN_S, trust_env=False, headers=admin) as http,
     ):
@@ -71,7 +72,7 @@ async def test_a_rolling_restart_of_both_workers_fails_no_request(
         async with asyncio.TaskGroup() as group:
             for seed in range(CLIENTS):
                 group.create_task(clients.send(seed))
-            for engine in engines:
+            for engine in own_engines:
                 place = f"/admin/workers/{engine.name}/drain"
                 drained = (await http.post(place, params={"wait_s": DRAIN_S})).json()
                 assert drained["drained"], drained

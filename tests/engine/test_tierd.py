@@ -108,12 +108,12 @@ async def start_daemon(tmp_path: Path) -> AsyncIterator[StartDaemon]:
 
 
 @pytest.fixture
-def bench(engine_venv: EngineVenv, tmp_path: Path) -> Callable[..., Awaitable[dict[str, Any]]]:
+def bench(forged_venv: EngineVenv, tmp_path: Path) -> Callable[..., Awaitable[dict[str, Any]]]:
     """`(daemon, *flags)` -> `lmcache bench l2` against it: operation -> what LMCache reports of it."""
 
     async def run(daemon: Daemon, *flags: str) -> dict[str, Any]:
         output = tmp_path / "result.json"
-        argv = [str(engine_venv.script("lmcache")), "bench", "l2", "--l2-adapter", json.dumps(daemon.adapter)]
+        argv = [str(forged_venv.script("lmcache")), "bench", "l2", "--l2-adapter", json.dumps(daemon.adapter)]
         argv += ["--num-keys", "16", "--data-size-kb", "256", "--rounds", "3"]
         argv += ["--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(output), *flags]
         env = separate_environment(os.environ) | ENVIRONMENT
@@ -179,18 +179,18 @@ class Commanded:
 
 
 @pytest.fixture
-def lmcache(engine_venv: EngineVenv) -> Callable[[dict[str, object]], Commanded]:
+def lmcache(forged_venv: EngineVenv) -> Callable[[dict[str, object]], Commanded]:
     """`(settings)` -> an async context manager: a process with the MP server's adapter."""
     script = Path(__file__).with_name("tierd_adapter.py")
-    return lambda adapter: Commanded(str(engine_venv.python), str(script), json.dumps(adapter), str(KEYS))
+    return lambda adapter: Commanded(str(forged_venv.python), str(script), json.dumps(adapter), str(KEYS))
 
 
 @pytest.fixture
-def classic(engine_venv: EngineVenv) -> Callable[[Daemon], Commanded]:
+def classic(forged_venv: EngineVenv) -> Callable[[Daemon], Commanded]:
     """`(daemon)` -> an async context manager: a process with the in-process connector."""
     script = Path(__file__).with_name("tierd_classic.py")
     return lambda daemon: Commanded(
-        str(engine_venv.python), str(script), f"http://127.0.0.1:{daemon.port}", daemon.memory
+        str(forged_venv.python), str(script), f"http://127.0.0.1:{daemon.port}", daemon.memory
     )
 
 
@@ -254,6 +254,7 @@ RESTARTS = [
 """How a daemon ends, and how large the next one is."""
 
 
+@pytest.mark.full
 async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
     start_daemon: StartDaemon, classic: Callable[[Daemon], Commanded]
 ) -> None:
@@ -277,6 +278,7 @@ async def test_the_in_process_connector_reads_its_own_bytes_over_restarts(
         assert await connector.ask("get", 5, keys=32) == {"found": everything, "right": everything}
 
 
+@pytest.mark.full
 async def test_the_adapter_reads_its_own_bytes_over_restarts(
     start_daemon: StartDaemon, lmcache: Callable[[dict[str, object]], Commanded]
 ) -> None:

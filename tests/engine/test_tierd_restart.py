@@ -109,7 +109,7 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served(
-    engine_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
+    forged_venv: EngineVenv, logs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
     model_folder = write_tiny_model(MODEL, tmp_path_factory.mktemp("weights") / MODEL)
     write_weights(model_folder)
@@ -143,7 +143,7 @@ async def served(
         "LMCACHE_EXTRA_CONFIG": json.dumps({"sagemaker_hyperpod_shared_memory_name": memory}),
     }
     env = vllm_environment(spec, separate_environment(os.environ)) | lmcache
-    argv = vllm_argv(spec, (str(engine_venv.script("vllm")),))
+    argv = vllm_argv(spec, (str(forged_venv.script("vllm")),))
     async with AsyncExitStack() as stack:
         for name in (memory, f".{memory}.kept", f".{memory}.guard"):
             stack.callback((Path("/dev/shm") / name).unlink, missing_ok=True)

@@ -46,7 +46,13 @@ def wheel_of(release: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("release", [each.name for each in LMCACHE.values() if each.has_server])
+SERVERS = [each.name for each in LMCACHE.values() if each.has_server]
+"""The releases of LMCache with a server, the newest one last."""
+
+
+@pytest.mark.parametrize(
+    "release", [*(pytest.param(each, marks=pytest.mark.full) for each in SERVERS[:-1]), SERVERS[-1]]
+)
 def test_lmcaches_own_parser_takes_every_rendered_command_line(
     release: str, engine_venv: EngineVenv, tmp_path: Path
 ) -> None:
