@@ -52,8 +52,8 @@ from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch
 from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, TieredEngine, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.timing import TimingModel
 from pairs import Compared, lines
 from routing_kvroute import TRUE_COSTS, Kvroute
 from routing_runs import WARM_UP, figures, routing_options

@@ -16,7 +16,7 @@ import multiprocessing
 from collections.abc import Sequence
 from itertools import product
 
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from prefill_decode_runs import CAPACITY_TOKENS, WORKERS, Case, Cold, Setting, run
 from routing_runs import Figures
 

@@ -8,8 +8,8 @@ from statistics import fmean
 
 from kvroute.routing.registry import RoutingOptions
 from kvroute.sim.fleet import FleetRequest, imbalance
-from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.timing import TimingModel
 from routing_baselines import BASELINES, Policy
 from routing_kvroute import Kvroute, KvrouteAware
 from routing_workloads import Load, chat, conversation, l2post, tool

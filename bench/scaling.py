@@ -51,8 +51,8 @@ from kvroute.routing.scaling import (
     surplus,
 )
 from kvroute.sim.fleet import FleetRequest
-from kvroute.sim.options import TimingModel
 from kvroute.sim.tiers import GPU_ONLY, TieredEngine, TieredFleet, TierOptions, make_tiered_engines
+from kvroute.sim.timing import TimingModel
 from routing_kvroute import Gateway, Kvroute
 from routing_workloads import Row, trace_rows
 

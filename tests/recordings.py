@@ -1,4 +1,4 @@
-"""Reads `tests/data/captures/models`: what real engines of several architectures were asked, found and published."""
+"""Reads `tests/data/captures/models`: what real engines of several architectures found and published."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Requests that were sent at once, and the messages that they caused: [topic, sequence number, payload]."""
+    """Requests that were sent at once, and the messages that they caused: topic, number, payload."""
 
     requests: tuple[Asked, ...]
     messages: tuple[tuple[bytes, ...], ...]
@@ -30,7 +30,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`engine`: the engine's own account of its release, pool and KV cache groups (tests/engine/recorder.py)."""
+    """`engine`: its release, pool and KV cache groups, as the engine has them (tests/engine/recorder.py)."""
 
     name: str
     engine: dict[str, Any]

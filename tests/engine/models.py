@@ -1,8 +1,8 @@
 """Tiny models of the architectures whose caches differ, with random weights: vLLM runs them on a CPU core.
 
-Each is a folder with a configuration and the tokenizer and chat template of kvroute's own tiny model, so words
-of that vocabulary are one token here too. A width is small, a ratio is real: windows and chunks are shorter than
-the prompts of a test, and the state of a state-space layer is larger than the keys and values of a block.
+Each is a folder with a configuration and the tokenizer and chat template of kvroute's own tiny model, so
+words of that vocabulary are one token here too. Widths are small, ratios are real: windows and chunks are
+shorter than the prompts of a test, and a state-space layer's state is larger than a block of keys and values.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Architecture:
     engine: Mapping[str, object] = field(default_factory=dict)
     """Arguments of the engine, by their Python names."""
     zeroed_kernels: Literal["", "mamba", "mla"] = ""
-    """Layers whose kernels a CPU lacks, or runs without a prefix cache: they have to answer zeros (`zero_kernels`)."""
+    """Layers whose kernels a CPU lacks or runs without a prefix cache: they answer zeros."""
     drafting: Mapping[str, object] = field(default_factory=dict)
     """`speculative_config` of the engine, without its model."""
     drafter: str = ""

@@ -1,6 +1,6 @@
 """Record the KV events of real engines: `python -m tests.engine.record_models [NAME...]`.
 
-Writes `tests/data/captures/models/NAME.jsonl.xz`, one file per row of `RECORDINGS`; see `recorder.py` for the format.
+Writes `tests/data/captures/models/NAME.jsonl.xz`, a file per row of `RECORDINGS`, as `recorder.py` says.
 Needs the engine's environment (`make test-engine` installs it), half a minute per row, and no network.
 """
 

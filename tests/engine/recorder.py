@@ -1,8 +1,8 @@
 """Records what real engines cache: `ENGINE_PYTHON tests/engine/recorder.py RUNS.json`.
 
-Runs in the engine's environment and knows nothing of kvroute; `record_models.py` starts it. `RUNS.json` is a list of
-{"name", "model": folder, "arguments": of `vllm.LLM`, "zeroed_kernels", "unit": tokens or 0, "out": path, "log": path}. vLLM is
-imported once and each run forks from there, so that a start takes 5 s instead of 25.
+Runs in the engine's environment and knows nothing of kvroute; `record_models.py` starts it. `RUNS.json` is a
+list of {"name", "model": folder, "arguments": of `vllm.LLM`, "zeroed_kernels", "unit": tokens or 0, "out": a
+path, "log": a path}. vLLM is imported once and each run forks from there: a start takes 5 s instead of 25.
 
 One run writes one file of JSON lines, compressed with xz:
 
@@ -224,7 +224,7 @@ class Recorded:
 def zero_kernels(layers: str) -> None:
     """Layers of that kind answer zeros. Scheduler and caches stay as they are.
 
-    The kernels of "mamba" need a GPU. "mla" has kernels for CPUs that cannot continue a cached prefix, so that vLLM
+    The kernels of "mamba" need a GPU. Those of "mla" cannot continue a cached prefix on a CPU, so that vLLM
     turns the prefix cache off there; with zeros it can stay on.
     """
     if layers == "mla":
@@ -268,8 +268,8 @@ def record(run: dict[str, Any]) -> None:
     found = sum(each["cached_tokens"] or 0 for each in asked)
     total = sum(len(each["prompt_token_ids"]) for each in asked)
     print(
-        f"{run['name']}: {len(asked)} requests, {found} of {total} tokens cached, pool {facts['pool_blocks']}, "
-        f"groups {facts['groups']}, {os.path.getsize(run['out'])} bytes",
+        f"{run['name']}: {len(asked)} requests, {found} of {total} tokens cached, "
+        f"pool {facts['pool_blocks']}, groups {facts['groups']}, {os.path.getsize(run['out'])} bytes",
         file=sys.__stderr__,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""The simulated engine finds what real vLLM 0.32 engines of several architectures found, request by request."""
+"""The simulated engine finds and publishes what real vLLM 0.32 engines of several architectures did."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serve(engine: SimEngine, requests: list[EngineRequest]) -> list[KvEvent]:
 
 
 class Named:
-    """Gives each engine hash the number of its first appearance, so that two engines' events can be compared."""
+    """Gives each engine hash the number of its first appearance: so two engines' events can be compared."""
 
     def __init__(self) -> None:
         self._numbers: dict[int | bytes | None, int] = {None: -1}

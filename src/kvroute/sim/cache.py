@@ -77,6 +77,11 @@ class PagedCache:
         return self._empty + len(self._idle)
 
     @property
+    def capacity_tokens(self) -> int:
+        """Tokens of prompts that fit in at the same time."""
+        return self.capacity * self.block_size
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that running sequences hold, 0 to 1."""
         return 1.0 - max(0, self.available) / self.capacity

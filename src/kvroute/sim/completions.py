@@ -231,7 +231,9 @@ def prepare(worker: SimWorker, body: Mapping[str, Any], model: str, params: Samp
     tools = _tools(body)
     open_end = bool(body.get("continue_final_message"))
     generate = body.get("add_generation_prompt", True) is not False
-    prompt = chat_tokens(messages, tools, generate=generate, open_end=open_end)
+    prompt = chat_tokens(
+        messages, tools, generate=generate, open_end=open_end, harmony=worker.options.harmony
+    )
     limit = worker.limit(prompt, params.limit)
     tool, named = _called(body, tools)
     text = _structured(body)

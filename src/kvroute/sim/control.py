@@ -86,7 +86,7 @@ def exposition(worker: SimWorker) -> str:
             "enable_prefix_caching": options.prefix_caching,
             "engine": rank,
             "gpu_memory_utilization": 0.9,
-            "kv_cache_size_tokens": engine.cache.capacity * engine.cache.block_size,
+            "kv_cache_size_tokens": engine.cache.capacity_tokens,
             "num_gpu_blocks": engine.cache.capacity,
             "prefix_caching_hash_algo": "sha256",
         }
@@ -285,7 +285,7 @@ def _apply(worker: SimWorker, item: Any) -> None:
         worker.restart()
     elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
         for engine in worker.engines:
-            engine.cache.resize(max(1, item["capacity_tokens"] // worker.options.block_size))
+            engine.cache.resize(worker.options.pool_blocks(item["capacity_tokens"]))
     else:
         try:
             worker.faults.add(Fault.model_validate(item))
@@ -324,7 +324,7 @@ async def cache(call: Call, worker: SimWorker) -> None:
     """GET /sim/cache: the keys of all full blocks (`blocks.keys.block_keys` of token ids) of all ranks, and
     the block size in tokens."""
     keys = {key for engine in worker.engines for key in engine.cache.held_keys}
-    await call.respond({"block_size": worker.engine.cache.block_size, "keys": sorted(keys)})
+    await call.respond({"block_size": worker.options.key_tokens, "keys": sorted(keys)})
 
 
 async def clear_requests(call: Call, worker: SimWorker) -> None:

@@ -16,7 +16,7 @@ from enum import Enum
 
 from kvroute.clock import Clock
 from kvroute.sim.cache import Block, Chain, PagedCache
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvroute.sim.cache import Chain, Link, PagedCache
 from kvroute.sim.engine import EngineRequest, SimEngine
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 

@@ -1,54 +1,15 @@
-"""Options of a simulated worker, and the timing model of its engine."""
+"""Options of a simulated worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from kvroute.options import Options, option
+from kvroute.sim.groups import Group, GroupKind, GroupLayout
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import DIALECTS
-
-
-@dataclass(frozen=True, slots=True)
-class TimingModel:
-    """Constants that give the time of an engine iteration; defaults: Llama-3.1-70B in bf16 on 8 H100 (TP8).
-
-    All times are in seconds:
-
-    - `token_s`: compute per token (2 x 70.6e9 FLOP over 8 x 989 TFLOP/s at 45%)
-    - `attention_s`: compute per pair of computed token and context token
-    - `weights_s`: reading the weights once (141 GB / 8 at 60% of 3.35 TB/s)
-    - `fixed_s`: kernel launches, all-reduces and the scheduler
-    - `kv_s`: reading one token of context while decoding
-    - `scale`: factor on every duration; 0.01 makes the engine a hundred times faster, with 0 no time passes
-
-    The model is within 11% of TensorRT-LLM's published throughput of Llama-3.3-70B at four input/output
-    lengths.
-    """
-
-    fixed_s: float = 5e-3
-    weights_s: float = 9e-3
-    token_s: float = 40e-6
-    attention_s: float = 0.75e-9
-    kv_s: float = 20e-9
-    max_batched_tokens: int = 8192
-    max_sequences: int = 256
-    scale: float = 1.0
-
-    def iteration_s(self, tokens: int, attention: float, decode_context: int) -> float:
-        """Duration in seconds of an iteration that computes `tokens`.
-
-        `attention` is the sum of chunk x context over the prefill chunks, `decode_context` the sum of the
-        decoding sequences' contexts.
-        """
-        return self.scale * (
-            self.fixed_s
-            + max(self.weights_s, self.token_s * tokens)
-            + self.attention_s * attention
-            + self.kv_s * decode_context
-        )
 
 
 class SimOptions(Options):
@@ -68,6 +29,45 @@ class SimOptions(Options):
     )
     block_size: int = option(
         16, "Tokens per cache block (vLLM on CUDA: 16, on CPU: 128).", unit="tokens", ge=1
+    )
+    kv_groups: tuple[str, ...] = option(
+        description="KV cache groups of a model whose layers cache different things, each as KIND:BLOCK or "
+        "KIND:BLOCK:SPAN, for example `full_attention:16` and `sliding_window:16:128`. KIND is "
+        + ", ".join(kind.value for kind in GroupKind)
+        + "; BLOCK tokens are one block; SPAN are the tokens of a window or chunk. Empty: full attention "
+        "in blocks of `block_size`.",
+        default_factory=tuple,
+    )
+    prefix_match_unit: int = option(
+        0,
+        "Hits end at multiples of so many tokens, which must divide all blocks (vLLM: --prefix-match-unit). "
+        "0: the greatest number that divides all blocks.",
+        unit="tokens",
+        ge=0,
+    )
+    prefix_cache_retention: int = option(
+        0,
+        "Windows and states are kept at the end of each prompt and where prompts parted, and once per so "
+        "many tokens (vLLM: --prefix-cache-retention-interval). -1: everywhere, as in older releases.",
+        unit="tokens",
+        ge=-1,
+    )
+    drafted_tokens: int = option(
+        0,
+        "Tokens that an EAGLE-style drafter proposes. With more than 0 the engine drops the last block of "
+        "each hit, as vLLM does up to 0.32.",
+        unit="tokens",
+        ge=0,
+    )
+    state_checkpoints: bool = option(
+        False, "A prefill writes the reusable state of Mamba layers inside its last chunk (vLLM on Mamba 2)."
+    )
+    keeps_junctions: bool = option(
+        True, "Windows and states are kept where prompts parted, too (vLLM since 0.31)."
+    )
+    harmony: bool = option(
+        False,
+        "Render the chats of /v1/chat/completions otherwise than /tokenize does, as vLLM does for gpt-oss.",
     )
     max_model_len: int = option(131_072, "Longest sum of prompt and answer.", unit="tokens", ge=2)
     answer_tokens: int = option(
@@ -146,12 +146,63 @@ class SimOptions(Options):
         1000, "Number of received requests that GET /sim/requests lists; 0 records none.", ge=0
     )
 
+    @field_validator("kv_groups")
+    @classmethod
+    def _known_groups(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            group_of(text)
+        return value
+
     @field_validator("event_dialect")
     @classmethod
     def _known_dialect(cls, value: str) -> str:
         if value not in DIALECTS:
             raise ValueError(f"unknown dialect {value!r}; one of {', '.join(DIALECTS)}")
         return value
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> SimOptions:
+        layout = self.layout
+        if layout is None:
+            return self
+        if self.lookahead_tokens:
+            raise ValueError("lookahead_tokens is for one group with full attention, without kv_groups")
+        if any(group.block_size % layout.hash_size for group in layout.groups):
+            raise ValueError("prefix_match_unit must divide the blocks of all kv_groups")
+        interval = self.prefix_cache_retention
+        if interval > 0 and interval % layout.unit:
+            raise ValueError(
+                f"prefix_cache_retention must be a multiple of {layout.unit}, which fits all groups"
+            )
+        return self
+
+    @property
+    def layout(self) -> GroupLayout | None:
+        """The KV cache groups; None for a model with full attention only and no drafter."""
+        if not self.kv_groups and not self.drafted_tokens:
+            return None
+        return GroupLayout(
+            tuple(group_of(text) for text in self.kv_groups or (f"full_attention:{self.block_size}",)),
+            retention=None if self.prefix_cache_retention < 0 else self.prefix_cache_retention,
+            match_unit=self.prefix_match_unit,
+            drops_last=self.drafted_tokens > 0,
+            drafted_tokens=self.drafted_tokens,
+            checkpoints=self.state_checkpoints,
+            junctions=self.keeps_junctions,
+        )
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens that one chained key covers."""
+        layout = self.layout
+        return self.block_size if layout is None else layout.hash_size
+
+    def pool_blocks(self, capacity_tokens: int) -> int:
+        """Blocks of a cache in which each group has room for `capacity_tokens`."""
+        layout = self.layout
+        if layout is None:
+            return max(1, capacity_tokens // self.block_size)
+        return max(1, sum(capacity_tokens // group.block_size for group in layout.groups))
 
     @property
     def timing(self) -> TimingModel:
@@ -166,3 +217,19 @@ class SimOptions(Options):
             max_sequences=self.max_sequences,
             scale=self.time_scale,
         )
+
+
+def group_of(text: str) -> Group:
+    """A group from KIND:BLOCK or KIND:BLOCK:SPAN. Raises ValueError."""
+    name, *numbers = text.split(":")
+    kinds = {kind.value: kind for kind in GroupKind}
+    if name not in kinds:
+        raise ValueError(f"{text!r}: unknown kind {name!r}; one of {', '.join(kinds)}")
+    kind, wanted = kinds[name], 1 + (kinds[name] in (GroupKind.WINDOW, GroupKind.CHUNK))
+    if len(numbers) != wanted or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        shape = "KIND:BLOCK:SPAN" if wanted == 2 else "KIND:BLOCK"
+        raise ValueError(f"{text!r}: expected {shape} with positive numbers of tokens")
+    block, span = int(numbers[0]), int(numbers[1]) if wanted == 2 else 0
+    if kind is GroupKind.CHUNK and span % block:
+        raise ValueError(f"{text!r}: the chunk must be a multiple of the block")
+    return Group(kind, block, span)

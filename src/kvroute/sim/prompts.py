@@ -106,10 +106,19 @@ def chat_tokens(
     *,
     generate: bool = True,
     open_end: bool = False,
+    harmony: bool = False,
 ) -> array[int]:
-    """Render a chat. `generate` appends the assistant's header; `open_end` omits the end of the last
-    message."""
+    """Render a chat. `generate` appends the assistant's header; `open_end` omits the end of the last message.
+
+    With `harmony` a system message of the model's own comes first and the client's become developer messages,
+    as in vLLM's rendering for gpt-oss, which its /tokenize does not use (0.32).
+    """
     ids: array[int] = array("I")
+    if harmony:
+        ids.append(IM_START)
+        ids += encode("system\nReasoning: medium")
+        ids.append(IM_END)
+        messages = [{**m, "role": "developer"} if m["role"] == "system" else m for m in messages]
     if tools:
         ids.append(TOOLS)
         ids += encode(json.dumps(tools, ensure_ascii=False, sort_keys=True))

@@ -34,7 +34,7 @@ from kvroute.sim.cache import (
 )
 from kvroute.sim.engine import EngineRequest, Progress, RequestPhase, SimEngine
 from kvroute.sim.fleet import FleetRequest, SimFleet
-from kvroute.sim.options import TimingModel
+from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent
 
 

@@ -26,6 +26,7 @@ from kvroute.blocks.keys import CacheSpace, block_keys, lookahead_seed
 from kvroute.clock import Clock
 from kvroute.sim.cache import Chain, PagedCache
 from kvroute.sim.engine import EngineDriver, EngineRequest, Generation, SimEngine
+from kvroute.sim.groups import GroupedCache, GroupedEngine
 from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded
 from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import Choice, Sampling
@@ -365,7 +366,7 @@ class SimWorker:
         if ahead:
             seed, keyed = lookahead_seed(tokens[:ahead], seed), tokens[ahead:]
         chain = Chain(
-            keys=block_keys(keyed.tobytes(), block_bytes=4 * self.options.block_size, seed=seed),
+            keys=block_keys(keyed.tobytes(), block_bytes=4 * self.options.key_tokens, seed=seed),
             token_ids=tokens if self.publishers else (),
             lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
             lora_name=adapter,
@@ -441,9 +442,19 @@ class SimWorker:
         }
 
     def _new_engine(self) -> SimEngine:
-        options = self.options
+        options, layout = self.options, self.options.layout
+        blocks = options.pool_blocks(options.capacity_tokens)
+        if layout is not None:
+            grouped = GroupedCache(
+                blocks,
+                layout.unit,
+                record=bool(self.publishers) and options.prefix_caching,
+                byte_hashes=options.byte_hashes,
+                layout=layout,
+            )
+            return GroupedEngine(grouped, options.timing)
         cache = PagedCache(
-            max(1, options.capacity_tokens // options.block_size),
+            blocks,
             options.block_size,
             record=bool(self.publishers) and options.prefix_caching,
             byte_hashes=options.byte_hashes,
