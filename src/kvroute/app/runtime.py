@@ -52,6 +52,7 @@ from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_read
 from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
+from kvroute.gateway.streams import StreamWaits
 from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
@@ -399,6 +400,7 @@ class Runtime:
             journal=self._journal,
             audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker),
             clock=self._clock,
+            streams=StreamWaits(config.streams),
         )
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if has_keys and worker_key else None
