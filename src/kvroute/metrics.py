@@ -258,6 +258,10 @@ class Metrics(Collector):
         self.ejections = self._counter(
             "kvroute_worker_ejections", "Ejections of workers from routing.", ["worker", "cause"]
         )
+        self.streams_moved = self._counter(
+            "kvroute_streams_moved",
+            "Event streams that another worker continued after the client had got the lost worker's head.",
+        ).labels()
         self.streams_aborted = self._counter(
             "kvroute_streams_aborted", "Exchanges that ended early, by the side that ended them.", ["by"]
         )

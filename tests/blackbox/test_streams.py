@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from tests.blackbox.raw import LANES, connected, post
+from tests.blackbox.raw import LANES, Client, connected, post
 from tests.support.waiting import until
 from tests.support.workers import ScriptedWorker, scripted_worker
 
@@ -170,3 +170,186 @@ async def test_a_preamble_that_is_too_large_is_passed_on_and_is_still_no_token(s
 
     assert received.count(b"tok-w") == received.count(b"tok-x") == 1
     assert await metric(running.url, "kvroute_time_to_first_byte_seconds_sum", 'streamed="true"') >= WAIT_S
+
+
+EARLY = "streams.head_wait_s=0.2"
+ERRORS = {
+    "/v1/responses": b'event: error\ndata: {"type": "error", "code": "worker_unreachable"',
+    "/v1/messages": b'event: error\ndata: {"type": "error", "error": {',
+    "/v1/chat/completions": b'data: {"error": {',
+}
+
+
+def held(worker: ScriptedWorker, start: bytes, rest: bytes) -> None:
+    """The worker sends `start`, and `rest` when `may_finish` is set."""
+    worker.answer, worker.rest = start, rest
+
+
+def name_of(worker: ScriptedWorker) -> bytes:
+    """The id of a worker of `--worker`."""
+    return worker.url.removeprefix("http://").encode()
+
+
+def died(worker: ScriptedWorker) -> None:
+    """Let the worker end its connection in the middle of its answer."""
+    worker.closes_after_answer = True
+    worker.may_finish.set()
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_gets_the_head_and_the_preamble_while_the_worker_computes(
+    serve, two_workers, path, fast_lane
+):
+    worker = two_workers[0]
+    held(worker, HEAD + preamble(path, b"w"), token(path, b"w") + END)
+    running = await between(serve, [worker], EARLY, f"server.fast_lane={fast_lane}")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        head = await client.until(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"x-kvroute-worker: %b\r\n" % name_of(worker) in head
+        if path != "/v1/chat/completions":
+            await client.until(b'-w"')
+        assert not worker.may_finish.is_set()
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert received.count(b"HTTP/1.1") == received.count(b"tok-w") == 1
+    assert await metric(running.url, "kvroute_time_to_first_byte_seconds_sum", 'streamed="true"') >= 0.2
+
+
+async def test_only_the_head_of_a_stream_is_sent_early(serve, two_workers):
+    worker = two_workers[0]
+    sized = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n"
+    held(worker, sized, b"{}")
+    running = await between(serve, [worker], EARLY)
+
+    async with connected(running.address) as client:
+        await client.send(request(PATHS[2]))
+        await until(lambda: len(worker.requests) == 1, within_s=20)
+        with pytest.raises(TimeoutError):
+            await client.until(b"HTTP", within_s=3 * WAIT_S)
+        worker.may_finish.set()
+        received = await client.until(b"{}")
+
+    assert received.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+async def test_a_worker_that_is_lost_after_its_head_and_before_its_first_event_is_replaced(
+    serve, two_workers, fast_lane
+):
+    path, (dies, answers) = "/v1/chat/completions", two_workers
+    held(dies, HEAD, b"")
+    dies.rest = b"5"  # a part of a chunk's size
+    answers.may_answer.clear()
+    running = await between(
+        serve, two_workers, EARLY, f"server.fast_lane={fast_lane}", "logging.requests=true"
+    )
+
+    async with connected(running.address) as first, connected(running.address) as second:
+        for client in (first, second):  # one of them gets the worker that dies
+            await client.send(request(path))
+        await until(lambda: dies.requests and answers.requests, within_s=20)
+        lost = await _with_head(first, second)
+        answers.answer = HEAD + token(path, b"good") + END
+        answers.may_answer.set()
+        died(dies)
+        received = await lost.until(END)
+
+    assert received.count(b"HTTP/1.1 200") == 1
+    assert b"x-kvroute-worker: %b\r\n" % name_of(dies) in received
+    assert (
+        b": worker %b was lost before its first event, worker %b answers\n\n"
+        % (
+            name_of(dies),
+            name_of(answers),
+        )
+        in received
+    )
+    assert b"tok-good" in received
+    assert b'"error"' not in received
+    assert await metric(running.url, "kvroute_streams_moved_total") == 1
+    assert name_of(dies).decode() in await running.logged("head_worker")
+
+
+async def _with_head(*clients: Client) -> Client:
+    """The client that gets a head first."""
+    waits = {asyncio.create_task(client.until(b"\r\n\r\n")): client for client in clients}
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    return waits[done.pop()]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_failure_after_the_early_head_is_one_error_event_in_the_form_of_the_endpoint(
+    serve, two_workers, path
+):
+    worker = two_workers[0]
+    held(worker, HEAD + preamble(path, b"w"), b"5")
+    running = await between(serve, [worker], EARLY)
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(b"\r\n\r\n")
+        died(worker)
+        received = await client.until(END)
+
+    assert received.count(ERRORS[path]) == 1
+    assert received.count(b"HTTP/1.1") == 1
+    assert await metric(running.url, "kvroute_streams_aborted_total", 'by="worker"') == 1
+    assert await metric(running.url, "kvroute_requests_in_flight") == 0
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+async def test_a_silent_stream_is_kept_alive_by_comments_between_its_events(serve, two_workers, fast_lane):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    held(worker, HEAD + token(path, b"one"), token(path, b"two") + END)
+    running = await between(serve, [worker], "streams.keep_alive_s=0.1", f"server.fast_lane={fast_lane}")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(chunk(b": keep-alive\n\n") * 2)
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert len(re.findall(rb"data: \{.*?\}\n\n", received)) == 2
+
+
+async def test_no_comment_comes_within_an_event(serve, two_workers):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    whole = TOKENS[path]
+    held(worker, HEAD + chunk(whole[:20]), chunk(whole[20:]) + token(path, b"two") + END)
+    running = await between(serve, [worker], "streams.keep_alive_s=0.05")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(whole[:20])
+        with pytest.raises(TimeoutError):
+            await client.until(b"keep-alive", within_s=WAIT_S)
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert b"keep-alive" not in received
+
+
+async def test_keep_alives_come_before_the_first_token_too_and_can_be_off(serve, two_workers):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    held(worker, HEAD, token(path, b"one") + END)
+    running = await between(serve, [worker], EARLY, "streams.keep_alive_s=0.1")
+    silent = await between(serve, [worker], EARLY, "streams.keep_alive_s=0")
+
+    async with connected(running.address) as client, connected(silent.address) as other:
+        for each in (client, other):
+            await each.send(request(path))
+        await client.until(chunk(b": keep-alive\n\n"))
+        await other.until(b"\r\n\r\n")
+        worker.may_finish.set()
+        await client.until(END)
+        received = await other.until(END)
+
+    assert b"keep-alive" not in received

@@ -34,6 +34,7 @@ from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.gateway.streams import StreamOptions
 from kvroute.gateway.tracing import TracingOptions
 from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions
@@ -64,6 +65,7 @@ class Config(Options):
     scaling: ScalingOptions = option(default_factory=ScalingOptions)
     epp: EppOptions = option(default_factory=EppOptions)
     upstream: UpstreamOptions = option(default_factory=UpstreamOptions)
+    streams: StreamOptions = option(default_factory=StreamOptions)
     retries: RetryOptions = option(default_factory=RetryOptions)
     logging: LoggingOptions = option(default_factory=LoggingOptions)
     metrics: MetricsOptions = option(default_factory=MetricsOptions)

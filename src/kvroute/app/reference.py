@@ -41,6 +41,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "requests_rejected": "Which requests does the gateway refuse itself?",
             "trace_spans": "Do all spans reach the collector?",
             "streams_aborted": "Who ends answers early?",
+            "streams_moved": "Do workers die after the head of a stream and before its first event?",
             "retries": "How often does a second worker have to help, and why?",
             "retries_denied": "Is the retry budget too small for the failures?",
             "handovers": "Which workers compute prompts for which others?",

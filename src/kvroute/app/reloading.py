@@ -57,6 +57,7 @@ RELOADABLE: Final = (
     "upstream.max_idle",
     "upstream.spare_connections",
     "upstream.read_buffer_bytes",
+    "streams",
     "server.max_in_flight",
     "server.max_body_bytes",
     "admission",
@@ -282,6 +283,8 @@ def apply_changes(before: Config, config: Config, services: Services) -> None:
         plane.queue.configure(config.admission)
     services.router.configure(config.routing)
     services.budget.configure(config.retries)
+    if plane.deps.streams is not None and config.streams != before.streams:
+        plane.deps.streams.configure(config.streams)
     if upstream != before.upstream:
         services.transports.configure(upstream)
         plane.stored.timeout_s = upstream.connect_timeout_s

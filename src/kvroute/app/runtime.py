@@ -54,6 +54,7 @@ from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.session_keys import SessionKeys
+from kvroute.gateway.streams import StreamWaits
 from kvroute.gateway.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
@@ -405,6 +406,7 @@ class Runtime:
             journal=self._journal,
             audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker, self.router.reports),
             clock=self._clock,
+            streams=StreamWaits(config.streams),
         )
         worker_authorization = (
             f"Bearer {worker_key.get_secret_value()}".encode() if has_keys and worker_key else None

@@ -121,6 +121,9 @@ class PickAnswer:
         self.start_relayed(status, fields, is_sized=is_sized)
         self.finish(body)
 
+    def flush_head(self) -> None:
+        pass
+
     def write(self, chunk: bytes) -> None:
         self._parts.append(chunk)
 

@@ -140,6 +140,9 @@ class AsgiAnswer:
         self.start_relayed(status, fields, is_sized=is_sized)
         self.finish(body)
 
+    def flush_head(self) -> None:
+        pass  # `deliver` passes the head on at once, and the server writes it in the same iteration
+
     def write(self, chunk: bytes) -> None:
         if not self._is_over:
             self._parts.append(chunk)

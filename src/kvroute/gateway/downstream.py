@@ -26,9 +26,9 @@ class Downstream(Protocol):
     """Takes one answer and never waits.
 
     Calls come in this order: `start` or `start_relayed`, `write` any number of times, `finish`; or `answer`
-    alone. `cut` may come at any point, if the answer cannot be completed. Calls after `finish` or `cut`, or
-    after the client has left, are ignored. The implementation calls `Exchange.resume` when `is_paused`
-    becomes false.
+    alone. `flush_head` may come once, before the first `write`. `cut` may come at any point, if the answer
+    cannot be completed. Calls after `finish` or `cut`, or after the client has left, are ignored. The
+    implementation calls `Exchange.resume` when `is_paused` becomes false.
     """
 
     @property
@@ -45,6 +45,10 @@ class Downstream(Protocol):
 
         `is_sized`: the lines include Content-Length.
         """
+        ...
+
+    def flush_head(self) -> None:
+        """Send the head now, before any byte of the body."""
         ...
 
     def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
@@ -100,6 +104,9 @@ class Forwarding(Struct, eq=False):
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
         self._client.start_relayed(status, fields, is_sized=is_sized)
+
+    def flush_head(self) -> None:
+        self._client.flush_head()
 
     def cut(self) -> None:
         self._client.cut()

@@ -7,6 +7,7 @@ error, a disconnect, a shutdown or a defect) ends with one call of `Exchange._en
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -28,7 +29,9 @@ from kvroute.gateway.attempts import AttemptDeps, Attempts
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record, Usage
+from kvroute.gateway.own_limits import WaitQueue
 from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
+from kvroute.gateway.streams import KEEP_ALIVE, StreamWaits, ends_an_event, is_readable, moved
 from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
@@ -150,6 +153,7 @@ class PredictionAudit:
             feedback.answered(worker, rank, plan.model, query.exact[0], query.now, None)
 
 
+_SHORT_S = 0.05
 _COMMENT = b":"
 """The first byte of a comment in an event stream."""
 _WITHOUT_BODY = (204, 304)
@@ -301,6 +305,8 @@ class ExchangeDeps:
     journal: Journal
     audit: PredictionAudit
     clock: Clock
+    streams: StreamWaits | None = None
+    """None: heads of event streams wait for the first token, and there are no keep-alives."""
     attribution: Attribution = field(default_factory=Attribution)
     now: Callable[[], float] = field(init=False)
     """`clock.now`. To look it up costs more than to call it."""
@@ -324,7 +330,14 @@ class Exchange(Struct, eq=False):
     _on_end: Callable[[Exchange], object]
     """Called once, at the end."""
     _is_started: bool = False
-    """The head of the answer went to the client: from now on no other worker can answer."""
+    """The first event, or the start of the body, went to the client: no other worker can answer any more."""
+    _head_worker: str | None = None
+    """The worker whose head was sent before any event of it; None if none was."""
+    _is_head_due: bool = False
+    """The client has waited for `streams.head_wait_s`."""
+    _waits_in: WaitQueue | None = None
+    _timer: asyncio.TimerHandle | None = None
+    """Like `_waits_in`, for a shorter time."""
     _is_event_stream: bool = False
     _preamble: Preamble | None = None
     """What the current response has sent before its first token; None if that is nothing."""
@@ -343,6 +356,9 @@ class Exchange(Struct, eq=False):
 
     def start(self) -> None:
         """Send the request to the first worker of the ranking."""
+        plan, waits = self._plan, self._deps.streams
+        if waits is not None and plan.query.streamed and waits.head_wait_s:
+            self._wait_for_head(waits, plan.query.now - self._record.started)
         try:
             self._attempts.start(self)
         except GatewayError as error:
@@ -394,6 +410,8 @@ class Exchange(Struct, eq=False):
                 self._attempts.retry_after_failure(self)
             elif response.is_over:
                 self._start_answer(response)
+            elif self._is_head_due and response.status and self._head_worker is None:
+                self._send_head(response)
         except GatewayError as error:
             self._fail(error)
         except Exception:
@@ -413,9 +431,92 @@ class Exchange(Struct, eq=False):
             self._read_parts = 0
         parts = response.parts
         new, self._read_parts = parts[self._read_parts :], len(parts)
-        return preamble.lasts(new[0] if len(new) == 1 else b"".join(new)) and (
-            preamble.size <= MAX_PREAMBLE_BYTES
-        )
+        if not preamble.lasts(new[0] if len(new) == 1 else b"".join(new)):
+            return False
+        if self._is_head_due and self._head_worker is None:
+            self._send_head(response)
+        is_due = self._head_worker is not None and preamble.events > 0
+        return not is_due and preamble.size <= MAX_PREAMBLE_BYTES
+
+    def _wait_for_head(self, waits: StreamWaits, waited_s: float) -> None:
+        if waited_s < _SHORT_S:
+            self._waits_in = waits.head
+            waits.head.add(self)
+        else:  # it has been in the queue, or its tokens took long
+            left_s = max(0.0, waits.head_wait_s - waited_s)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._wait_ended)
+
+    def wait_expired(self, queue: WaitQueue) -> None:
+        """See `own_limits.Waiter`."""
+        self._waits_in = None
+        self._wait_ended()
+
+    def _wait_ended(self) -> None:
+        """The head is due, or the stream has been silent."""
+        self._timer = None
+        if self.is_over:
+            return
+        try:
+            if self._is_started or self._head_worker is not None:
+                self._keep_alive()
+                return
+            self._is_head_due = True
+            response = self._attempts.response
+            if response is not None and response.status:
+                self.answer_arrived(response)
+        except Exception:
+            # A defect must end this exchange only, and release its reservations.
+            log.exception("an exchange failed")
+            self._fail(InternalError("Internal error."))
+
+    def _send_head(self, response: UpstreamResponse) -> None:
+        """Pass on the head of an event stream before any of its events, if the stream can be added to."""
+        candidate = self._attempts.candidate
+        assert candidate is not None
+        fields, is_sized, is_event_stream = _answer_fields(response)
+        if response.status != 200 or not is_event_stream or is_sized or not is_readable(fields):
+            return
+        client, record = self._client, self._record
+        record.status, record.streamed = 200, True
+        self._head_worker, self._is_event_stream = candidate.worker.spec.id, True
+        client.start_relayed(200, self._own_fields(fields, candidate), is_sized=False)
+        client.flush_head()
+        self._last_chunk_at = self._deps.now()
+        self._stop_waiting()
+        self._listen_for_silence()
+
+    def _own_fields(self, fields: bytes, candidate: Candidate) -> bytes:
+        own = self._deps.attribution.lines(candidate, self._plan.decision)
+        return b"%bx-request-id: %b\r\n%b" % (fields, self._record.request_id, own)
+
+    def _stop_waiting(self) -> None:
+        if self._waits_in is not None:
+            self._waits_in.discard(self)
+            self._waits_in = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _listen_for_silence(self) -> None:
+        """From now on send comments while nothing comes."""
+        waits = self._deps.streams
+        if waits is not None and waits.keep_alive_s:
+            self._waits_in = waits.silence
+            waits.silence.add(self)
+
+    def _keep_alive(self) -> None:
+        """Send a comment if nothing has come for long enough, and look again when that may be so."""
+        waits = self._deps.streams
+        assert waits is not None
+        keep_alive_s = waits.keep_alive_s
+        if not keep_alive_s:
+            return
+        left_s = self._last_chunk_at + keep_alive_s - self._deps.now()
+        if left_s <= _SHORT_S:
+            left_s, client = keep_alive_s, self._client
+            if not client.is_paused and ends_an_event(unframed(self._before_last), unframed(self._last)):
+                client.write(KEEP_ALIVE)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._wait_ended)
 
     def _start_answer(self, response: UpstreamResponse) -> None:
         """Relay the head and the first bytes, or the whole of an answer that is complete."""
@@ -432,10 +533,10 @@ class Exchange(Struct, eq=False):
             record.error = ""  # the retry counters have the errors of earlier attempts
         now = deps.now()
         fields, is_sized, is_event_stream = _answer_fields(response)
+        if self._head_worker is not None and not self._may_continue(response, fields, is_event_stream):
+            return
         if plan.stores_response and (response_id := response_id_in(b"".join(response.parts))):
             deps.owners.remember(response_id, candidate.worker.id)
-        own = deps.attribution.lines(candidate, plan.decision)
-        fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
         self._is_started = True
         self._is_event_stream = record.streamed = is_event_stream
         client, preamble = self._client, self._preamble
@@ -443,14 +544,20 @@ class Exchange(Struct, eq=False):
             record.first_byte = now
             parts = response.parts
             whole = parts[0] if len(parts) == 1 else b"".join(parts)
-            client.answer(status, fields, whole, is_sized)
+            if self._head_worker is None:
+                client.answer(status, self._own_fields(fields, candidate), whole, is_sized)
+            else:
+                client.finish(whole)
             if is_event_stream:
                 self._first_token_arrived(now)
             if status == 200:
                 self._report_usage(candidate, b"", unframed(whole) if is_event_stream else whole)
             self._end(now)
         else:
-            client.start_relayed(status, fields, is_sized=is_sized)
+            if self._head_worker is None:
+                if self._waits_in is not None or self._timer is not None:
+                    self._stop_waiting()
+                client.start_relayed(status, self._own_fields(fields, candidate), is_sized=is_sized)
             self._last = chunk = response.take()
             client.write(chunk)
             if preamble is not None and not preamble.is_over:
@@ -464,8 +571,33 @@ class Exchange(Struct, eq=False):
                 return
             if client.is_paused:
                 response.pause()
-            if is_event_stream and not self._awaits_token:
-                self._pass_frames(response)
+            if is_event_stream:
+                self._last_chunk_at = now
+                if self._head_worker is None and not is_sized and is_readable(fields):
+                    self._listen_for_silence()
+                if not self._awaits_token:
+                    self._pass_frames(response)
+
+    def _may_continue(self, response: UpstreamResponse, fields: bytes, is_event_stream: bool) -> bool:
+        """Whether this answer may follow the head that the client has got; otherwise the exchange ends."""
+        candidate, record = self._attempts.candidate, self._record
+        assert candidate is not None
+        assert self._head_worker is not None
+        worker = candidate.worker.spec.id
+        if response.status != 200 or not is_event_stream or not is_readable(fields):
+            record.error = "status"
+            self._fail(
+                WorkerUnreachable(
+                    f"Worker {self._head_worker!r} broke off its answer, and worker {worker!r} answered with "
+                    f"the status {response.status}."
+                )
+            )
+            return False
+        if worker != self._head_worker:
+            record.head_worker = self._head_worker
+            self._deps.metrics.streams_moved.inc()
+            self._client.write(moved(self._head_worker, worker))
+        return True
 
     def _pass_frames(self, response: UpstreamResponse) -> None:
         """From now on pass on whole chunks as they come."""
@@ -502,6 +634,7 @@ class Exchange(Struct, eq=False):
                 self._gaps.observe(now - self._last_chunk_at)
                 self._last_chunk_at = now
         if self._awaits_token:
+            self._last_chunk_at = self._deps.now()
             self._await_token(response, chunk)
         if response.is_over:
             if response.error is None:
@@ -565,7 +698,13 @@ class Exchange(Struct, eq=False):
         if self.is_over:
             return
         client = self._client
-        if not self._is_started:
+        if self._head_worker is not None and not self._is_started:
+            record, metrics = self._record, self._deps.metrics
+            record.error = record.error or error.error_code or error.type
+            if not record.ended_by:
+                record.ended_by = "worker"
+                metrics.streams_aborted.labels("worker").inc()
+        if not self._is_started and self._head_worker is None:
             refuse(self._deps.metrics, self._record, error, client, self._plan.errors)
         elif self._is_event_stream:
             client.finish(error_event(error, self._plan.errors))
@@ -576,6 +715,8 @@ class Exchange(Struct, eq=False):
     def _end(self, now: float | None = None) -> None:
         """Release everything. Called once for each exchange. `now`: the time, if it was just read."""
         self.is_over = True
+        if self._waits_in is not None or self._timer is not None:
+            self._stop_waiting()
         deps, on_end = self._deps, self._on_end
         if now is None:
             now = deps.now()

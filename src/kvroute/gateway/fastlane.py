@@ -378,6 +378,10 @@ class FastLaneProtocol(EdgeProtocol):
         if self._flushes_at_answer == outbox.flushes:
             outbox.flush()
 
+    def flush_head(self) -> None:
+        if self._lane is _BUSY and self._head:
+            self._send(b"")
+
     def write(self, chunk: bytes) -> None:
         if self._lane is not _BUSY:
             return

@@ -460,12 +460,20 @@ class HandoverExchange(Exchange, kw_only=True):
                 self._plan.query.streamed and bool(parts) and self._begins_with_an_error(parts)
             )
             if has_failed and legs.retry_without_blocks(self):
+                self._preamble = None
                 return
             legs.answer_begins(self._deps.now(), has_moved=status == 200 and not has_failed)
             if progress.has_moved:
                 self._deps.audit.audit.handed_over(self._record.worker, progress.moved_tokens)
             self._screen.lines = _lines(progress)
         Exchange._start_answer(self, response)
+
+    def _send_head(self, response: UpstreamResponse) -> None:
+        legs = self._legs
+        if legs.phase is _PREFILL:
+            return
+        self._screen.lines = _lines(legs.progress)
+        Exchange._send_head(self, response)
 
     def _begins_with_an_error(self, parts: list[bytes]) -> bool:
         """Whether the first event behind the preamble is an error."""

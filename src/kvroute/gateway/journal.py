@@ -137,6 +137,8 @@ class Record(Struct, eq=False, gc=False):
     """Seconds that the request waited for a permit of a worker."""
     streamed: bool = False
     """Whether the answer is an event stream."""
+    head_worker: str = ""
+    """The worker whose head the client has got, if another one sent the events."""
     is_unseen: bool = False
     """The answer does not pass this process (`epp`), so that a stream has no first byte here."""
     trace_id: str = ""
@@ -315,6 +317,8 @@ def _line(record: Record, duration: float, text: str) -> str:
     )
     if record.key:
         line += f" key={record.key}"
+    if record.head_worker:
+        line += f" head_worker={record.head_worker}"
     if record.queued_s:
         line += f" queued={record.queued_s:.4f}"
     if (handover := record.handover) is not None:
@@ -366,7 +370,7 @@ def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict
         fields["queue_wait_s"] = round(record.queued_s, 6)
     if record.handover is not None:
         fields |= _described_handover(record.handover)
-    for name in ("key", "error", "ended_by", "trace_id"):
+    for name in ("key", "head_worker", "error", "ended_by", "trace_id"):
         if value := getattr(record, name):
             fields[name] = value
     return fields
@@ -388,6 +392,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     }
     if record.key:
         entry["key"] = record.key
+    if record.head_worker:
+        entry["head_worker"] = record.head_worker
     if record.queued_s:
         entry["queue_wait_s"] = record.queued_s
     if record.handover is not None:

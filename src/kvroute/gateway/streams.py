@@ -1,0 +1,71 @@
+"""How long a client of an event stream sees nothing: until the head of its answer, and between its events.
+
+Some clients give up when no head comes (`openai` for node, opencode), and some proxies when no byte comes.
+"""
+
+from __future__ import annotations
+
+from kvroute.gateway.own_limits import WaitQueue
+from kvroute.options import Options, option
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of event streams ignore (WHATWG HTML, 9.2.5)."""
+
+_EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+_ENCODED = b"\r\ncontent-encoding:"
+
+
+class StreamOptions(Options):
+    """What clients of event streams get while their worker has no token for them."""
+
+    head_wait_s: float = option(
+        5.0,
+        "Longest time that the head of an event stream waits for its first token; until then another worker "
+        "can still answer with any status. After it the client gets the worker's own head (200) and what the "
+        "worker has sent so far; if that has no event yet, another worker can still continue the stream. "
+        "0: the head waits for the first token.",
+        unit="s",
+        higher="more requests get another worker's answer, or an error with its status",
+        lower="clients with a short timeout do not give up",
+        ge=0,
+    )
+    keep_alive_s: float = option(
+        15.0,
+        "After this long without any byte, a client of an event stream whose head it has got is sent an SSE "
+        "comment, and again after each further such time. 0: off.",
+        unit="s",
+        higher="fewer bytes",
+        lower="proxies and clients with a short idle timeout keep the connection",
+        ge=0,
+    )
+
+
+class StreamWaits:
+    """The waits of all event streams. Mutable: the queues, and `configure` replaces them."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.configure(options)
+
+    def configure(self, options: StreamOptions) -> None:
+        """Change the limits for further waits; those that have begun keep theirs."""
+        self.head_wait_s, self.keep_alive_s = options.head_wait_s, options.keep_alive_s
+        self.head = WaitQueue("stream_head", options.head_wait_s)
+        self.silence = WaitQueue("stream_silence", options.keep_alive_s)
+
+
+def is_readable(fields: bytes) -> bool:
+    """Whether an event stream with these header lines is not compressed, so that comments may be added."""
+    return not fields.startswith(_ENCODED[2:]) and _ENCODED not in fields
+
+
+def ends_an_event(before_last: bytes, last: bytes) -> bool:
+    """Whether a stream with these last chunks is between two events; it is before its first one."""
+    return not last or (before_last[-3:] + last[-3:]).endswith(_EVENT_ENDS)
+
+
+def moved(lost: str, answering: str) -> bytes:
+    """The comment of a stream whose head is that of another worker than its events."""
+    return b": worker %b was lost before its first event, worker %b answers\n\n" % (
+        lost.encode(),
+        answering.encode(),
+    )
