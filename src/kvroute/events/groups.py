@@ -69,6 +69,8 @@ class OtherGroups:
         """Blocks whose keys are not known yet. For reading."""
         self.kinds: dict[int, str] = {}
         """The kinds of all groups that are not understood, by group."""
+        self.has_parts = False
+        """Whether events name parts of blocks (`--prefix-match-unit`)."""
         self._index = index
         self._slot = slot
         self._counts = counts
@@ -106,8 +108,8 @@ class OtherGroups:
             group = self._groups[number] = _Group(rule)
             self._index.define_group(self._slot, number, rule)
         elif group.rule != rule:
+            self.has_parts = True
             if rule.block_tokens < group.rule.block_tokens:
-                self.kinds[number] = f"{event.kv_cache_spec_kind}, parts of blocks"
                 self._counts.passed_over += len(hashes)
                 return
             group.rule = rule
@@ -215,7 +217,7 @@ class OtherGroups:
         """Nothing is known about the groups."""
         if self._groups:
             self._index.forget_groups(self._slot)
-        self._groups, self.kinds, self.unnamed = {}, {}, 0
+        self._groups, self.kinds, self.unnamed, self.has_parts = {}, {}, 0, False
 
     # Snapshots
 

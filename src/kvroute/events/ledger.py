@@ -379,7 +379,14 @@ class Ledger:
         if size <= 0 or size % KEY_TOKENS or size * len(hashes) != len(tokens):
             self.counts.unusable += len(hashes)
             return
-        if tier is Tier.GPU:
+        if tier is Tier.GPU and size != self._block_tokens:
+            if event.group_idx is not None and self._block_tokens:
+                # vllm#58119: the end of a prompt within a block, whose place no event tells.
+                self._others.has_parts = True
+                self._judge_kinds()
+                if size < self._block_tokens:
+                    self.counts.passed_over += len(hashes)
+                    return
             self._block_tokens = size
         parent = event.parent_block_hash
         if parent is None:
@@ -496,8 +503,9 @@ class Ledger:
         unclear = ", ".join(sorted(set(others.kinds.values())))
         if "no kind" in unclear:
             self.not_understood = "several groups without a kind (vLLM 0.20 and 0.21)"
-        elif "parts of blocks" in unclear:
-            self.not_understood = unclear
+        elif others.has_parts:
+            kinds = ", ".join(["whole", *others.named])
+            self.not_understood = f"hits end within blocks, whose places no event tells ({kinds})"
         elif self._group is None and (unclear or len(others)):
             named = ", ".join([*others.named, *([unclear] if unclear else [])])
             self.not_understood = f"no group covers the whole prompt, only {named}"

@@ -20,8 +20,8 @@ _LEAST: Final = 3
 """Predictions before a discount."""
 _STEADY: Final = 0.5
 """Share of them that promised at least a block too much."""
-_SAME: Final = 3
-"""Reports in a row that teach something about the last unit."""
+_LEAST_OTHER: Final = 3
+"""Reports by the other rule before it counts, and they must be more than twice those by the present rule."""
 
 
 class Discounts:
@@ -113,7 +113,8 @@ class LastUnits:
         self.slots: set[int] = set()
         """The slots whose engine drops the unit. Always the same set."""
         self._unit = unit
-        self._in_a_row: dict[int, int] = {}
+        self._latest: dict[int, deque[bool]] = {}
+        """Slot -> which of its latest reports agree with the other rule only."""
 
     def reported(self, slot: int, tokens: Tokens, found: int) -> bool:
         """A worker reported `found` tokens where `tokens` were predicted; True if the slot's rule changed."""
@@ -122,19 +123,21 @@ class LastUnits:
         if other is None:
             unit = self._unit(slot)
             other = gpu + unit if slot in self.slots else max(0, gpu - unit)
-        if l1 or l2 or other == gpu:
+        if l1 or l2 or other == gpu or found not in (gpu, other):
             return False
-        if found == gpu:
-            self._in_a_row.pop(slot, None)
-        elif found == other:
-            number = self._in_a_row[slot] = self._in_a_row.get(slot, 0) + 1
-            if number >= _SAME:
-                del self._in_a_row[slot]
-                self.slots ^= {slot}
-                return True
-        return False
+        latest = self._latest.get(slot)
+        if latest is None:
+            latest = self._latest[slot] = deque(maxlen=_WINDOW)
+        latest.append(found == other)
+        # Requests that race each other are often wrong by a unit, so a rule that has proved itself stays.
+        others = sum(latest)
+        if others < _LEAST_OTHER or others <= 2 * (len(latest) - others):
+            return False
+        latest.clear()
+        self.slots ^= {slot}
+        return True
 
     def forget(self, slot: int) -> None:
         """The slot was removed; its number may be reused."""
         self.slots.discard(slot)
-        self._in_a_row.pop(slot, None)
+        self._latest.pop(slot, None)

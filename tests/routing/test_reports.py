@@ -1,0 +1,108 @@
+"""What the token counts in answers teach: discounts, the last unit, the lengths of answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvroute.routing.reports import Answers, Discounts, LastUnits
+from kvroute.routing.strategy import GroupTokens, Tokens
+
+UNIT = 32
+
+
+def learner() -> LastUnits:
+    return LastUnits(lambda slot: UNIT)
+
+
+def test_an_engine_that_finds_a_unit_less_three_times_drops_it() -> None:
+    drops = learner()
+    assert [drops.reported(7, Tokens(128), 96) for _ in range(3)] == [False, False, True]
+    assert drops.slots == {7}
+    assert not drops.reported(7, Tokens(96), 96)
+
+
+def test_a_drop_that_reports_no_longer_show_is_forgotten() -> None:
+    drops = learner()
+    drops.slots.add(7)
+    assert [drops.reported(7, Tokens(96), 128) for _ in range(3)] == [False, False, True]
+    assert drops.slots == set()
+
+
+def test_requests_that_race_each_other_do_not_change_a_rule_that_has_proved_itself() -> None:
+    drops = learner()
+    for _ in range(8):
+        drops.reported(7, Tokens(128), 128)
+    assert not any(drops.reported(7, Tokens(128), 96) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (Tokens(128), 64),  # neither rule
+        (Tokens(0), 0),  # both rules say nothing
+        (Tokens(64, 64), 96),  # the rule of slower tiers is another one
+        (GroupTokens.of(64, 0, 0, 64), 64),  # both rules say the same
+    ],
+)
+def test_a_report_that_tells_the_rules_not_apart_teaches_nothing(tokens: Tokens, found: int) -> None:
+    drops = learner()
+    for _ in range(10):
+        assert not drops.reported(7, tokens, found)
+
+
+def test_with_several_groups_the_other_rules_own_prediction_counts() -> None:
+    drops = learner()
+    assert [drops.reported(7, GroupTokens.of(544, 0, 0, 0), 0) for _ in range(3)] == [False, False, True]
+
+
+def test_a_worker_that_finds_nothing_of_what_was_predicted_has_the_share_zero() -> None:
+    discounts = Discounts()
+    for count in range(3):
+        assert discounts.sent == {}, count
+        discounts.reported(1, False, 6000, 0, 16)
+    assert discounts.sent == {1: 0.0}
+    assert discounts.mapped == {}
+
+
+def test_the_share_is_what_was_found_of_what_was_predicted() -> None:
+    discounts = Discounts()
+    for found in (500, 1000, 500, 500):
+        discounts.reported(1, True, 1000, found, 16)
+    assert discounts.mapped == {1: 0.625}
+
+
+def test_a_worker_whose_reports_agree_again_has_no_discount() -> None:
+    discounts = Discounts()
+    for _ in range(4):
+        discounts.reported(1, True, 1000, 0, 16)
+    for _ in range(16):
+        discounts.reported(1, True, 1000, 1000, 16)
+    assert discounts.mapped == {}
+
+
+@pytest.mark.parametrize("found", [985, 1000, 2000])
+def test_less_than_a_block_too_much_and_too_little_are_no_contradiction(found: int) -> None:
+    discounts = Discounts()
+    for _ in range(20):
+        discounts.reported(1, True, 1000, found, 16)
+    assert discounts.mapped == {}
+
+
+def test_a_worker_that_left_is_forgotten() -> None:
+    discounts, answers = Discounts(), Answers()
+    for _ in range(4):
+        discounts.reported(1, True, 1000, 0, 16)
+    answers.add(1, 5, 100, 10)  # type: ignore[arg-type]
+    discounts.forget(1)
+    answers.forget(1)
+    assert (discounts.mapped, answers.by_worker) == ({}, {})
+    discounts.reported(1, True, 1000, 0, 16)
+    assert discounts.mapped == {}
+
+
+def test_the_last_token_of_an_answer_is_not_held_and_old_answers_are_dropped() -> None:
+    answers = Answers()
+    for key in range(5000):
+        answers.add(1, key, 100, 10)  # type: ignore[arg-type]
+    assert answers.by_worker[1][4999] == 109  # type: ignore[index]
+    assert len(answers.by_worker[1]) == 4096
