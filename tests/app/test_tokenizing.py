@@ -26,7 +26,7 @@ class FakeTokens:
         self.failures = 0
         self.prepared: list[str] = []
 
-    async def prepare(self, model: str, *, folder: Path | None, url: str) -> TokenSource:
+    async def prepare(self, model: str, *, folder: Path | None, url: str, root: str = "") -> TokenSource:
         if model in self.broken:
             self.failures += 1
             raise RuntimeError("a defect")
