@@ -4,6 +4,7 @@ Usually the body of a chat's next turn begins, byte for byte, with the body of t
 of its last message. If it does, if the chat template renders message by message (`tokens.template_analysis`),
 and if all other inputs of the template are equal, then the rendered text begins with the old text. The token
 ids begin with the old ids, up to the last special token that later text cannot change (`tokens.encoders`).
+Chats with other templates, and those of gpt-oss, have a `rest` (`tokens.windows`, `tokens.harmony`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import msgspec
@@ -59,6 +60,14 @@ Mark: TypeAlias = tuple[int, int]
 Two chats may have equal marks, so a found chat's bytes are compared."""
 
 
+class Rest(Protocol):
+    """What a kind of chat needs to be continued, besides `CachedConversation`'s own fields."""
+
+    @property
+    def size(self) -> int:
+        """Estimated memory, in bytes."""
+
+
 class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     """A tokenized chat that a later request may continue."""
 
@@ -83,6 +92,8 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     """Token ids of the rendered text before `carry`."""
     beginning: ref[PromptPrefix] | None = None
     """The prefix that `openai.prefix_cache` recognised in the body, while that cache has it."""
+    rest: Rest | None = None
+    """For chats that are not rendered message by message: then `ids` are those before the text in it."""
 
     __repr__ = object.__repr__  # keeps prompts out of logs
 
@@ -100,6 +111,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
             + len(self.tail)
             + sys.getsizeof(self.carry)
             + int(self.ids.size * _TOKEN_BYTES)
+            + (0 if self.rest is None else self.rest.size)
             + _OVERHEAD_BYTES
         )
 

@@ -62,10 +62,18 @@ class Cutter:
         # The pattern has all raw tokens: a token that is no cut may contain the text of one that is.
         known = {token.text: token.is_cut for token in tokens if token.text}
         self._cuts = frozenset(text for text, cuts in known.items() if cuts)
+        # A token that begins before a place ends before it if no token has the place's character inside.
+        inside = {char for text in known for char in text[1:]}
+        self._clean = frozenset(text for text in self._cuts if text[0] not in inside)
         self._pattern = re.compile(_longest_of(known)) if self._cuts else None
         self.reach = max(map(len, known), default=0)
         """Length of the longest raw token in characters. Whether there is a cut at a place depends on at most
         this number of characters after the place."""
+
+    def cuts_at(self, text: str, place: int) -> bool:
+        """Whether `text` is cut at `place`, whatever is before it. False also if that depends on the rest."""
+        found = None if self._pattern is None else self._pattern.match(text, place)
+        return found is not None and found[0] in self._clean
 
     def segments(self, text: str) -> list[str]:
         """The segments of `text`, in order. Every segment except the first begins with a cut token."""

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvroute.blocks.known_prompts import PrefixIds
 from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import EngineFlags, objects, validated
-from kvroute.tokens.encoders import SegmentCache
+from kvroute.tokens.encoders import SegmentCache, joined
 from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
 from kvroute.tokens.reading import TokenIds, messages_request, truncated
 
@@ -209,6 +210,79 @@ def last_final(messages: Sequence[HarmonyMessage]) -> int:
         if messages[place].get("channel") == "final" and messages[place]["role"] == "assistant":
             return place
     return -1
+
+
+class HarmonyTurn(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The part of a chat that its next turn may change, and what that turn needs."""
+
+    today: str
+    has_functions: bool
+    names: dict[str, str]
+    """Tool call id -> function name, for all calls and results."""
+    open: tuple[HarmonyMessage, ...]
+    """The last messages, from the first reasoning on that a later answer would remove."""
+
+    __repr__ = object.__repr__  # keeps prompts out of logs
+
+    @property
+    def size(self) -> int:
+        texts = sum(len(part.get("text") or "") for message in self.open for part in message["content"])
+        return 500 * (1 + len(self.open)) + 2 * texts + 150 * len(self.names)
+
+
+class HarmonyTurns:
+    """Tokenizes first and next turns of chats, message by message. Thread-safe: `cache` is."""
+
+    def __init__(self, harmony: Harmony, cache: SegmentCache) -> None:
+        self._harmony = harmony
+        self._cache = cache
+
+    def first_turn(self, chat: HarmonyChat, turns: Sequence[Mapping[str, Any]], today: str) -> Grown:
+        names = dict(chat.names)
+        _add_unnamed(turns, names)
+        return self._grown(chat.messages, HarmonyTurn(today, chat.has_functions, names, ()), PrefixIds())
+
+    def next_turn(
+        self, known: HarmonyTurn, prefix: PrefixIds, turns: Sequence[Mapping[str, Any]]
+    ) -> Grown | None:
+        """The chat with these messages added; None if they change what earlier ones mean. Raises Inexact."""
+        if self._harmony.today() != known.today:
+            return None
+        added: dict[str, str] = {}
+        add_names(turns, added)
+        if any(known.names.get(call, name) != name for call, name in added.items()):
+            return None
+        names = known.names | added
+        new = [message for turn in turns for message in converted(turn, names)]
+        _add_unnamed(turns, names)
+        turn = HarmonyTurn(known.today, known.has_functions, names, ())
+        return self._grown([*known.open, *new], turn, prefix)
+
+    def _grown(self, messages: Sequence[HarmonyMessage], turn: HarmonyTurn, prefix: PrefixIds) -> Grown:
+        kept = without_old_reasoning(messages)
+        mark = "1" if turn.has_functions else "0"
+        parts = self._cache.encode_each([key_of(message, mark) for message in kept], self._harmony.encode)
+        places = (place for place, message in enumerate(kept) if message.get("channel") == "analysis")
+        final = next(places, len(kept))
+        stable = prefix.extended(joined(parts[:final])) if final else prefix
+        turn = HarmonyTurn(turn.today, turn.has_functions, turn.names, tuple(kept[final:]))
+        return Grown(turn, stable, joined(parts[final:]) + self._harmony.next_turn)
+
+
+class Grown(NamedTuple):
+    """A chat's turn."""
+
+    turn: HarmonyTurn
+    prefix: PrefixIds
+    """The ids that no later turn changes."""
+    rest: TokenIds
+
+
+def _add_unnamed(turns: Iterable[Mapping[str, Any]], names: dict[str, str]) -> None:
+    """Remember the results whose call is unknown: a later call of this id would change them."""
+    for turn in turns:
+        if turn.get("role") == "tool":
+            names.setdefault(str(turn.get("tool_call_id", "")), "")
 
 
 def tokens_of(chat: HarmonyChat, harmony: Harmony, cache: SegmentCache) -> TokenIds:

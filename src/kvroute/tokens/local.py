@@ -8,8 +8,10 @@ post-processor adds the special tokens around a text.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +30,7 @@ from kvroute.tokens.conversations import (
     CachedConversation,
     Conversations,
     Mark,
+    Rest,
     appended_messages,
     continuation,
     new_conversation,
@@ -48,6 +51,8 @@ from kvroute.tokens.encoders import (
 from kvroute.tokens.harmony import (
     MODEL_TYPE,
     Harmony,
+    HarmonyTurn,
+    HarmonyTurns,
     harmony_chat,
     is_chat,
     load_harmony,
@@ -56,6 +61,9 @@ from kvroute.tokens.harmony import (
 from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
 from kvroute.tokens.reading import Plain, TokenIds, decoded, read, truncated
 from kvroute.tokens.template import ChatTemplate
+from kvroute.tokens.windows import MOST_MESSAGES, Proofs, Window, Windows
+
+log = logging.getLogger(__name__)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -242,6 +250,14 @@ class LocalTokenizer:
         self._conversations = Conversations(0) if conversations is None else conversations
         self._messages = SegmentCache(cache.max_bytes)
         """The ids of Harmony's messages. Not in `cache`: their texts are JSON that a client may send as text."""
+        self._harmony = None if files.harmony is None else HarmonyTurns(files.harmony, self._messages)
+        self._windows = {
+            id(template): Windows(template, files.cutter, self._parts, Proofs())
+            for template in files.templates.values()
+            if not template.is_separable
+        }
+        self.turns: Counter[str] = Counter()
+        """Next turns of cached chats: `continued`, or `compared` with the whole chat, or `differed` from it."""
 
     @property
     def files(self) -> ModelFiles:
@@ -260,6 +276,7 @@ class LocalTokenizer:
         """
         known = self._conversations.find(request)
         if known is not None and (ids := self._continue_conversation(request, known)) is not None:
+            self.turns["continued"] += 1
             return (ids,)
         return self._encode_whole(request)
 
@@ -278,7 +295,10 @@ class LocalTokenizer:
         if known is None or len(body) - known.end + len(known.carry) > quick:
             return None
         ids = self._continue_conversation(request, known, most=_QUICK_MESSAGES)
-        return None if ids is None else (ids,)
+        if ids is None:
+            return None
+        self.turns["continued"] += 1
+        return (ids,)
 
     def text_of(self, chat: Chat) -> str:
         """The rendered text of a chat."""
@@ -292,12 +312,18 @@ class LocalTokenizer:
 
     def _encode_whole(self, request: InferenceRequest) -> tuple[Sequence[int], ...]:
         """As `prompts`, without a search for a cached chat."""
+        return self._encode_alone(request, is_cached=True)
+
+    def _encode_alone(
+        self, request: InferenceRequest, *, is_cached: bool = False
+    ) -> tuple[Sequence[int], ...]:
+        """As `prompts`, whatever is known of the chat. With `is_cached` its next turn will find it."""
         if self._files.is_harmony and is_chat(request):
             return (self._encode_harmony(request),)
         prompt = read(request, self._flags, self._files.template)
         if isinstance(prompt, Chat):
             text = self.text_of(prompt)
-            ids = self._start_conversation(request, prompt, text)
+            ids = self._start_conversation(request, prompt, text) if is_cached else None
             return (self._encoded(text, prompt) if ids is None else ids,)
         if prompt.ids:
             return tuple(truncated(ids, prompt.truncate_to, prompt.truncation_side) for ids in prompt.ids)
@@ -308,19 +334,69 @@ class LocalTokenizer:
         harmony = self._files.harmony
         if harmony is None:
             raise Inexact(TokensReason.HARMONY)
-        chat = harmony_chat(request.endpoint.path, decoded(request), self._flags, harmony.today())
-        return tokens_of(chat, harmony, self._messages)
+        assert self._harmony is not None
+        body, today = decoded(request), harmony.today()
+        chat = harmony_chat(request.endpoint.path, body, self._flags, today)
+        if not self._is_cached(request) or (found := new_conversation(request)) is None:
+            return tokens_of(chat, harmony, self._messages)
+        grown = self._harmony.first_turn(chat, body["messages"], today)
+        known = CachedConversation(
+            (0, 0), (), b"", found.before, Chat(()), b"", 0, "", "", PrefixIds(), None, grown.turn
+        )
+        return self._store_rest(known, found.mark, request, grown.turn, grown.prefix, grown.rest)
+
+    def _is_cached(self, request: InferenceRequest) -> bool:
+        return request.endpoint.path == CHAT_PATH and len(request.body) >= self._conversations.least_bytes
+
+    def _store_rest(
+        self,
+        known: CachedConversation,
+        mark: Mark,
+        request: InferenceRequest,
+        rest: Rest,
+        prefix: PrefixIds,
+        ids: TokenIds,
+    ) -> PromptIds:
+        """Cache the chat that continues `known`; return its ids: `prefix`, then `ids`."""
+        if mark != known.mark:
+            body, seen = request.body, request.seen
+            stored = CachedConversation(
+                mark,
+                known.body_parts(mark[0], body),
+                body[mark[0] :],
+                known.before,
+                known.chat,
+                known.signature,
+                0,
+                "",
+                "",
+                prefix,
+                None if seen is None else ref(seen.longer_prefix or seen.prefix),
+                rest,
+            )
+            self._conversations.store(stored, known if known.end else None)
+        return PromptIds(prefix, ids, known.ids)
 
     def _start_conversation(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
         """Tokenize a chat and cache it; None if a chat of this kind cannot be continued."""
-        if request.endpoint.path != CHAT_PATH or len(request.body) < self._conversations.least_bytes:
+        if not self._is_cached(request):
             return None
         template = self._template(chat)
-        signature = signature_of(chat) if _is_separable(chat.messages, template) else None
+        signature = signature_of(chat)
         if signature is None or (found := new_conversation(request)) is None:
             return None
-        head, tail = template.around(**_arguments(chat))
         without_messages = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
+        if not template.is_separable:
+            turn = self._windows[id(template)].first_turn(chat, text)
+            if turn is None:
+                return None
+            empty = CachedConversation(
+                (0, 0), (), b"", found.before, without_messages, signature, 0, "", "", PrefixIds()
+            )
+            return self._store_rest(empty, found.mark, request, turn.window, turn.prefix, turn.rest)
+        if not _is_separable(chat.messages, template):
+            return None
+        head, tail = template.around(**_arguments(chat))
         empty = CachedConversation(
             (0, 0), (), b"", found.before, without_messages, signature, len(head), tail, "", PrefixIds()
         )
@@ -336,6 +412,8 @@ class LocalTokenizer:
         appended = appended_messages(request, known)
         if appended is not None:
             chat, mark = appended
+        elif isinstance(known.rest, HarmonyTurn):
+            return None
         else:
             found = continuation(request, known)
             if found is None:
@@ -345,18 +423,67 @@ class LocalTokenizer:
                 return None
         if most is not None and len(chat.messages) > most:
             return None
+        if isinstance(known.rest, HarmonyTurn):
+            assert self._harmony is not None
+            grown = self._harmony.next_turn(known.rest, known.ids, chat.messages)
+            if grown is None:
+                return None
+            return self._store_rest(known, mark, request, grown.turn, grown.prefix, grown.rest)
         template = self._template(chat)
+        if isinstance(known.rest, Window):
+            return self._continue_window(request, known, known.rest, chat, mark, template, most)
         if not _is_separable(chat.messages, template):
             return None
         if template.content_format == "string" and (plain := template.between(chat.messages)) is not None:
-            return self._encode_and_store(known, mark, request, known.carry + plain + known.tail, known)
+            text = known.carry + plain + known.tail
+            return self._encode_and_store(known, mark, request, text, known)
         # Render the new messages alone: their text is between the same head and tail as in the whole chat.
+<<<<<<< HEAD
         text = (
             render_chat(chat, template, self._flags)
             if chat.messages
             else "".join(template.around(**_arguments(chat)))
         )
         return self._encode_and_store(known, mark, request, known.carry + text[known.head :], known)
+=======
+        text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
+        text = known.carry + text[known.head :]
+        return self._encode_and_store(known, mark, request, text, known)
+
+    def _continue_window(
+        self,
+        request: InferenceRequest,
+        known: CachedConversation,
+        window: Window,
+        chat: Chat,
+        mark: Mark,
+        template: ChatTemplate,
+        most: int | None,
+    ) -> Sequence[int] | None:
+        """As `_continue_conversation`, for a template that does not render message by message."""
+        if most is not None and len(window.first) + len(window.recent) > most:
+            return None
+        windows = self._windows[id(template)]
+        turn = windows.next_turn(chat, window, known.ids)
+        if turn is None:
+            return None
+        if turn.kind is not None and windows.proofs.needs(turn.kind):
+            if most is not None:
+                return None
+            (whole,) = self._encode_alone(request)
+            is_equal = PromptIds(turn.prefix, turn.rest) == whole
+            windows.proofs.count(turn.kind, is_equal=is_equal)
+            self.turns["compared"] += 1
+            if not is_equal:
+                self.turns["differed"] += 1
+                log.warning(
+                    "a next turn had other token ids than the whole chat: chats of more than %d messages are "
+                    "rendered as a whole for each turn from now on",
+                    MOST_MESSAGES,
+                )
+                return None
+        return self._store_rest(known, mark, request, turn.window, turn.prefix, turn.rest)
+>>>>>>> tokens
 
     def _encode_and_store(
         self,

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
 from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
-from kvroute.tokens.template_analysis import content_format, head_of, message_loops
+from kvroute.tokens.template_analysis import content_format, head_of, message_loops, words_of
 
 ROLES: Final = ("user", "assistant", "tool")
 _CONTENT: Final = "content"
@@ -187,6 +187,8 @@ class ChatTemplate:
         self.content_format: ContentFormat = format_override or content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.wants_system_first = not self._takes_later_system()
+        self.words = words_of(tree)
+        """Texts that the template compares with other texts."""
 
     def render(
         self,

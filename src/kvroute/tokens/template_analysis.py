@@ -212,3 +212,26 @@ def _outer_names(node: nodes.Node) -> Iterator[nodes.Name]:
         return
     for child in node.iter_child_nodes():
         yield from _outer_names(child)
+
+
+_LEAST_WORD: Final = 3
+"""Shorter texts, such as line breaks, are in almost every message."""
+
+
+def words_of(template: nodes.Template) -> tuple[str, ...]:
+    """The texts that the template may look for in contents: operands of `in`, arguments of calls and filters."""
+    found: dict[str, None] = {}
+    for node in template.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
+        operands: list[nodes.Node] = []
+        if isinstance(node, nodes.Compare):
+            if any(operand.op in ("in", "notin") for operand in node.ops):
+                operands = [node.expr]
+        elif isinstance(node, nodes.Call):
+            operands = list(node.args)
+        else:
+            operands = list(getattr(node, "args", None) or ())
+        for operand in operands:
+            if isinstance(operand, nodes.Const) and isinstance(operand.value, str):
+                if len(operand.value) >= _LEAST_WORD:
+                    found[operand.value] = None
+    return tuple(found)
