@@ -30,13 +30,9 @@ class FakeTokens:
         self.prepared: list[str] = []
         self.rules: dict[str, BillingRule | None] = {}
 
-<<<<<<< HEAD
     async def prepare(
-        self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None
+        self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None, root: str = ""
     ) -> TokenSource:
-=======
-    async def prepare(self, model: str, *, folder: Path | None, url: str, root: str = "") -> TokenSource:
->>>>>>> tokens
         if model in self.broken:
             self.failures += 1
             raise RuntimeError("a defect")

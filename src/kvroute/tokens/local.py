@@ -438,15 +438,11 @@ class LocalTokenizer:
             text = known.carry + plain + known.tail
             return self._encode_and_store(known, mark, request, text, known)
         # Render the new messages alone: their text is between the same head and tail as in the whole chat.
-<<<<<<< HEAD
         text = (
             render_chat(chat, template, self._flags)
             if chat.messages
             else "".join(template.around(**_arguments(chat)))
         )
-        return self._encode_and_store(known, mark, request, known.carry + text[known.head :], known)
-=======
-        text = render_chat(chat, template) if chat.messages else "".join(template.around(**_arguments(chat)))
         text = known.carry + text[known.head :]
         return self._encode_and_store(known, mark, request, text, known)
 
@@ -483,7 +479,6 @@ class LocalTokenizer:
                 )
                 return None
         return self._store_rest(known, mark, request, turn.window, turn.prefix, turn.rest)
->>>>>>> tokens
 
     def _encode_and_store(
         self,
