@@ -18,7 +18,7 @@ PARALLEL = $(PYTEST) -n $(JOBS) --dist worksteal
 .PHONY: help up test chaos churn coverage test-engine test-engine-all engine-venv check lint types layers format docs compose bench bench-routing fuzz lock sbom audit clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: $(VENV)/.installed $(if $(TLS),$(VENV)/.installed-tls) ## run the gateway on 127.0.0.1:8080 with two workers [ENGINE=sim|vllm] [PORT=8080] [WORKERS=2] [TLS=1]
 	@exec $(BIN)/kvroute up $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TLS),--tls)
