@@ -277,7 +277,7 @@ class Metrics(Collector):
         self.client_timeouts = self._counter(
             "kvroute_client_timeouts",
             "Client connections closed because too few bytes arrived in time: no request (idle), a partial "
-            "head (head), a partial body (body).",
+            "head (head), a partial body (body); or because no byte of an answer was accepted (write).",
             ["wait"],
         )
         for wait in ("idle", "head", "body"):

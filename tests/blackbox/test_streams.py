@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -353,3 +356,58 @@ async def test_keep_alives_come_before_the_first_token_too_and_can_be_off(serve,
         received = await other.until(END)
 
     assert b"keep-alive" not in received
+
+
+def slow_client(address: tuple[str, int], buffer_bytes: int = 4096) -> socket.socket:
+    """A connection whose client accepts little before it reads."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    client.connect(address)
+    return client
+
+
+ENDLESS = HEAD + chunk(b"data: {%b}\n\n" % (b"x" * 40_000)) * 400
+"""16 MB: more than the sockets in between hold."""
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+async def test_a_client_that_does_not_read_gives_up_its_workers_slot(serve, two_workers, fast_lane):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    held(worker, ENDLESS, END)
+    running = await between(
+        serve, [worker], "server.client_write_timeout_s=1", f"server.fast_lane={fast_lane}"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(slow_client(running.address)).sendall(request(path))
+
+        async def are_gone() -> bool:
+            return (
+                await metric(running.url, "kvroute_client_timeouts_total", 'wait="write"') == 3
+                and await metric(running.url, "kvroute_requests_in_flight") == 0
+            )
+
+        await until(are_gone, within_s=60, every_s=0.1)
+
+    assert "server.client_write_timeout_s" in await running.logged("accepted no byte")
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_a_long_answer(serve, two_workers):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    held(worker, ENDLESS, END)
+    worker.may_finish.set()
+    running = await between(serve, [worker], "server.client_write_timeout_s=0.4")
+    loop, size = asyncio.get_running_loop(), 0
+    with slow_client(running.address, 65_536) as client:
+        client.setblocking(False)
+        await loop.sock_sendall(client, request(path))
+        tail, began = b"", time.monotonic()
+        while not tail.endswith(END):
+            is_slow = time.monotonic() - began < 4 * WAIT_S  # in all far longer than the limit
+            data = await loop.sock_recv(client, 10_000 if is_slow else 1 << 20)
+            assert data
+            size, tail = size + len(data), (tail + data)[-8:]
+            if is_slow:
+                await asyncio.sleep(0.02)
+
+    assert size > 400 * 40_000

@@ -77,7 +77,12 @@ def started(recorder: Any) -> Exchange:
         now=lambda: 1.0,
     )
     deps: Any = SimpleNamespace(
-        attempts=attempts, metrics=metrics, journal=recorder, attribution=recorder, now=lambda: 1.0
+        attempts=attempts,
+        metrics=metrics,
+        journal=recorder,
+        attribution=recorder,
+        streams=None,
+        now=lambda: 1.0,
     )
     record = Record(b"id", "/", 0.0)
     exchange = Exchange(deps, plan, record, Attempts(attempts, plan, record, b""), recorder, lambda _: None)

@@ -26,7 +26,7 @@ from kvroute.errors import (
 from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.own_limits import DescriptorLimit, TimedFlow, WaitQueue
+from kvroute.gateway.own_limits import DescriptorLimit, TimedFlow, WaitQueue, unacknowledged_bytes
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ _LINGER_BYTES = 262_144
 """After a refusal the connection stays open for this long, and this many further bytes are read and dropped.
 Closing a socket with unread bytes resets the connection, and a client that is still sending might then never
 see the answer."""
+_TOLERANCE_S = 0.001
+"""The timers of a busy loop may be this much too early."""
+_WRITE_CHECKS = 4
+"""How often within `server.client_write_timeout_s` it is checked whether a client has accepted bytes."""
 _FREE_CHUNKS = 8_192
 _LEAST_CHUNK_BYTES = 16
 """Above `_FREE_CHUNKS` chunks, the mean size of a body's chunks must be at least `_LEAST_CHUNK_BYTES`. Each
@@ -64,6 +68,8 @@ class ClientBounds:
         "own_limits",
         "trace_refused",
         "uses_tls",
+        "write",
+        "write_timeout_s",
     )
 
     def __init__(
@@ -85,6 +91,8 @@ class ClientBounds:
         self.head = WaitQueue("head", options.head_timeout_s)
         self.body = WaitQueue("body", options.body_timeout_s)
         self.closing = WaitQueue("closing", _LINGER_S)
+        self.write_timeout_s = options.client_write_timeout_s
+        self.write = WaitQueue("write", options.client_write_timeout_s / _WRITE_CHECKS)
         self.metrics = metrics
         self.uses_tls = options.tls.is_on
 
@@ -99,6 +107,10 @@ class EdgeProtocol(HttpToolsProtocol):
 
     _waits_in: WaitQueue | None = None
     """The queue that the connection is in."""
+    _unwritten_bytes = 0
+    """Bytes of answers that the client had not accepted at the last check; 0 before it."""
+    _stalled_since = 0.0
+    """Time of the last check that found that the client had accepted some."""
     _is_within_message = False
     _is_within_body = False
     _is_refused = False
@@ -145,8 +157,17 @@ class EdgeProtocol(HttpToolsProtocol):
         if limit is not None and (refusal := limit.refusal(self.transport, self.loop)) is not None:
             self._refuse(refusal)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.bounds.write.discard(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_in(None)
+        self.bounds.write.discard(self)
         self._unparsed = None
         self._drop_unanswered()
         super().connection_lost(exc)
@@ -329,14 +350,14 @@ class EdgeProtocol(HttpToolsProtocol):
             self._limit_closing()
 
     def _limit_closing(self) -> None:
-        """Abort a TLS connection that is closed, unless the client ends it soon."""
+        """Abort a closed connection whose client does not end it soon (TLS) or accepts no more bytes."""
         # `close` of a TLS transport waits for the client's own end. A client with a pool of idle connections
         # sends it only when it uses the connection again.
-        if (
-            self.bounds.uses_tls
-            and self.transport.is_closing()
-            and not self.transport.get_write_buffer_size()
-        ):
+        if not self.transport.is_closing():
+            return
+        if self.transport.get_write_buffer_size():
+            self._watch_writes()
+        elif self.bounds.uses_tls:
             self._wait_in(self.bounds.closing)
 
     def _unanswered(self) -> RequestResponseCycle | None:
@@ -380,6 +401,9 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def wait_expired(self, queue: WaitQueue) -> None:
         """See `Waiter`."""
+        if queue is self.bounds.write:
+            self._check_writes()
+            return
         self._waits_in = None
         bounds, transport = self.bounds, self.transport
         if transport.is_closing():
@@ -398,6 +422,34 @@ class EdgeProtocol(HttpToolsProtocol):
                 self._limit_closing()
             else:
                 self._refuse(_too_late(queue, bounds))
+
+    def _watch_writes(self) -> None:
+        """From now on check whether the client accepts what was written."""
+        self._unwritten_bytes, self._stalled_since = 0, self.loop.time()
+        self.bounds.write.discard(self)
+        self.bounds.write.add(self)
+
+    def _check_writes(self) -> None:
+        # Nothing more is written for a client while writing is paused, so each change is an accepted byte.
+        # The kernel takes bytes from the gateway in large steps only, so its own queue counts, too.
+        bounds, transport = self.bounds, self.transport
+        before, now = self._unwritten_bytes, self.loop.time()
+        self._unwritten_bytes = unwritten = transport.get_write_buffer_size() + unacknowledged_bytes(
+            transport
+        )
+        if not unwritten:
+            return
+        if before != unwritten and before:
+            self._stalled_since = now
+        if now - self._stalled_since < bounds.write_timeout_s - _TOLERANCE_S:
+            bounds.write.add(self)
+            return
+        bounds.metrics.client_timeouts.labels(bounds.write.name).inc()
+        log.info(
+            "a client's connection is closed: it accepted no byte for %g s (server.client_write_timeout_s)",
+            bounds.write_timeout_s,
+        )
+        transport.abort()
 
     def _is_fast_enough(self) -> bool:
         """Whether the body may take longer.

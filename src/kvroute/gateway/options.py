@@ -113,6 +113,15 @@ class ServerOptions(Options):
         lower="uploads over slower networks pass",
         ge=1,
     )
+    client_write_timeout_s: float = option(
+        60.0,
+        "How long a client may accept no byte of an answer that waits for it. After that its connection is "
+        "closed, so that it does not hold its worker. 0: no limit.",
+        unit="s",
+        higher="clients may pause for longer",
+        lower="clients that do not read hold a worker's slot for a shorter time",
+        ge=0,
+    )
     max_body_bytes: int = option(
         64 * MIB,
         "Largest request body; a larger one is answered 413.",

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
 import resource
+import termios
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -282,6 +285,19 @@ class WaitQueue:
             self._timer = loop.call_later(max(0.0, oldest + self._limit_s - now), self._fired)
         for waiter in expired:
             waiter.wait_expired(self)
+
+
+def unacknowledged_bytes(transport: asyncio.BaseTransport) -> int:
+    """Bytes that the kernel has taken and the other side has not acknowledged; 0 where it does not say so."""
+    connection = transport.get_extra_info("socket")
+    if connection is None:
+        return 0
+    held = array("i", (0,))
+    try:
+        fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, held)  # SIOCOUTQ of tcp(7)
+    except OSError:
+        return 0
+    return held[0]
 
 
 class TimedFlow(FlowControl):
