@@ -325,3 +325,22 @@ async def test_a_publishers_ping_is_answered(context: bytes) -> None:
 async def test_an_invalid_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(WireError):
         ConnectedInbox(poller(), endpoint, "kv", 10)
+
+
+async def test_something_is_left_until_the_reader_has_applied_what_it_took(publisher: Publisher) -> None:
+    reads = poller()
+    inbox = ConnectedInbox(reads, publisher.endpoint, "kv", 1000)
+    await inbox.ready(LONG_S)
+    await publisher.subscribed()
+    assert await inbox.wait(LONG_S)
+    assert inbox.interrupted()
+    publisher.send(b"kv", bytes(8), b"a batch that needs the reader's task")
+    assert await inbox.wait(LONG_S)
+    assert not reads.poll()
+    assert len(inbox.take(10)) == 1  # taken, and being applied
+    assert not reads.poll()
+    waiting = asyncio.create_task(inbox.wait(LONG_S))
+    await asyncio.sleep(0)
+    assert reads.poll()
+    waiting.cancel()
+    await inbox.aclose()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.clocks import ManualClock
 from tests.support.waiting import until
 
-from kvroute.events.poller import SocketPoller, TimeSlicer
+from kvroute.events.poller import MOST_BEHIND_S, SocketPoller, TimeSlicer
 
 LONG_S = 10.0
 """Batches this far apart are rare."""
@@ -178,3 +178,23 @@ async def test_a_stream_removed_during_a_poll_is_not_read(setup: Setup) -> None:
     setup.poller.poll()
 
     assert (first.received, second.received) == (b"y", b"")
+
+
+async def test_a_poll_says_that_something_is_left_while_a_reader_holds_messages(setup: Setup) -> None:
+    poller, reader = setup.poller, object()
+    assert poller.poll()
+    poller.set_behind(reader, True)
+    assert not poller.poll()
+    setup.streams[0].far.send(b"x")
+    assert not poller.poll()
+    poller.set_behind(reader, False)
+    assert poller.poll()
+
+
+async def test_a_reader_that_is_behind_for_long_is_not_waited_for(setup: Setup) -> None:
+    poller, reader = setup.poller, object()
+    poller.set_behind(reader, True)
+    setup.clock.time += MOST_BEHIND_S + 0.1
+    assert poller.poll()
+    poller.set_behind(object(), True)  # another one, just now
+    assert not poller.poll()

@@ -115,3 +115,21 @@ def test_the_number_of_finished_prompts_is_bounded_without_events() -> None:
         in_flight.acquire(0, keys).release()
 
     assert len(in_flight.ended) <= 4096
+
+
+def test_of_a_slot_with_states_only_whole_prompts_count() -> None:
+    in_flight, keys = InFlight(), chain([1, 2, 3, 4])
+    assert in_flight.count_whole_prompts(7)
+    assert not in_flight.count_whole_prompts(7)
+    short, long = in_flight.acquire(7, keys[:2]), in_flight.acquire(7, keys)
+    in_flight.acquire(8, keys)
+    assert in_flight.match(keys[:3])[0] == {7: 2, 8: 3}
+    assert in_flight.match(chain([1, 2, 3, 4, 5]))[0] == {7: 4, 8: 4}
+    short.release()
+    in_flight.compact()
+    assert in_flight.match(keys[:3])[0] == {8: 3}
+    long.release()
+    in_flight.compact()
+    assert in_flight.match(keys)[0] == {8: 4}
+    in_flight.forget(7)
+    assert in_flight.count_whole_prompts(7)
