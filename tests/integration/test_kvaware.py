@@ -235,3 +235,31 @@ async def test_predictions_are_exact_at_a_fork_of_hashes_with_lookahead(run_gate
             if number > 1:  # the first events show that the hashes have lookahead
                 assert (number, predicted(answer)) == (number, cached(answer))
             await until_held(running, len(sim.worker.engine.cache.held_keys))
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify"])
+async def test_prompts_of_pooling_requests_are_known_token_by_token(kvaware, path) -> None:
+    """Of models that cache: the map says which worker holds the beginning of a text."""
+    first = text(71)
+    body = {"model": MODEL, "input": first + text(72)}
+    answer = await kvaware.client.post(path, json=body)
+    assert answer.headers["x-kvroute-reason"] == "kv_miss"
+    await until_held(kvaware, answer.json()["usage"]["prompt_tokens"] // 16)
+
+    again = await kvaware.client.post(path, json={"model": MODEL, "input": [first + text(73)]})
+
+    assert again.headers["x-kvroute-reason"] in ("kv_hit", "kv_spill")
+    explained = await kvaware.client.post("/v1/route/explain", json=body)
+    holder = max(explained.json()["ranking"], key=lambda each: each["matched_tokens"])
+    assert holder["matched_tokens"] > answer.json()["usage"]["prompt_tokens"] - 32
+    assert holder["worker"] == answer.headers["x-kvroute-worker"]
+    assert holder["believed_from"] == "cache events"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"truncate_prompt_tokens": 8}, {"padding": "max_length"}, {"messages": []}]
+)
+async def test_pooling_prompts_that_only_the_engine_can_make_are_approximate(kvaware, fields) -> None:
+    answer = await kvaware.client.post("/v1/embeddings", json={"model": MODEL, "input": text(74), **fields})
+
+    assert answer.headers.get("x-kvroute-reason") in ("kv_approximate", "no_prompt"), answer.text

@@ -242,7 +242,7 @@ async def test_prompts_without_exact_tokens_give_a_reason_and_no_error(
     async with client(make_worker()) as http:
         exact = ExactTokens(threads, http)
         await exact.prepare("tiny", folder=write_model(), url=URL)
-        found = await exact.prompts(make_request("embeddings", input="Hi"), model="tiny", url=URL)
+        found = await exact.prompts(make_request("score", text_1="Hi", text_2="Ho"), model="tiny", url=URL)
 
     assert found is TokensReason.UNSUPPORTED
 

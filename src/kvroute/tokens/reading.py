@@ -402,6 +402,23 @@ def _completion(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplat
     )
 
 
+def _pooling(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplate) -> Plain:
+    """The texts or ids in `input`. Chats, and pairs of texts, are put together by rules of the model."""
+    if "messages" in body or body.get("padding") is not None:
+        raise Inexact(TokensReason.UNSUPPORTED)
+    texts, ids = _prompts(body.get("input"))
+    keep, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
+    if keep is not None and side is None:
+        raise Inexact(TokensReason.TRUNCATION)  # the tokenizer decides
+    return Plain(
+        texts=texts,
+        ids=ids,
+        add_special_tokens=body.get("add_special_tokens", True) is True,
+        truncate_to=keep,
+        truncation_side=side,
+    )
+
+
 def _refuse_embeds(body: Mapping[str, Any]) -> None:
     if body.get("suffix") is not None:
         raise Inexact(TokensReason.UNSUPPORTED)
@@ -414,6 +431,8 @@ def _invocation(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate)
         return _chat(body, flags, pick)
     if "prompt" in body:
         return _completion(body, flags, pick)
+    if "input" in body:
+        return _pooling(body, flags, pick)
     raise Inexact(TokensReason.UNSUPPORTED)
 
 
@@ -422,6 +441,9 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], EngineFlags, PickTemplate], 
     "/v1/completions": _completion,
     "/v1/messages": _messages,
     "/v1/responses": _responses,
+    "/v1/embeddings": _pooling,
+    "/classify": _pooling,
+    "/pooling": _pooling,
     "/invocations": _invocation,
 }
 
