@@ -76,9 +76,14 @@ def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ):
         stream.report(change)
 
-    assert [(record.levelname, record.getMessage().rpartition(": ")[2]) for record in caplog.records] == [
-        ("INFO", "replaying)"),
-        ("WARNING", "gap"),
-        ("WARNING", "audit"),
-        ("INFO", "audit)"),
+    texts = [(record.levelname, record.getMessage().split(": ", 2)) for record in caplog.records]
+    assert [(level, parts[1:]) for level, parts in texts[0::3]] == [
+        ("INFO", ["its map is whole again (before", "replaying)"]),
+        ("INFO", ["its map is whole again (before", "audit)"]),
     ]
+    # With the likely cause and the fix.
+    assert [(level, what, reason.split()[0]) for level, (_, what, reason) in texts[1:3]] == [
+        ("WARNING", "its map may lack blocks", "gap"),
+        ("WARNING", "its map is not used", "audit"),
+    ]
+    assert "replay_endpoint" in caplog.text
