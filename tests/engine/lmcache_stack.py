@@ -70,6 +70,7 @@ class Stack:
         self.watch = StatusPoller(self.coordinator, self.http, self.clock, self.options.coordinator)
         self.coordinator.worker_changed(ServedWorker("w", "127.0.0.1", (0,), frozenset({self.model})))
         self.tasks: list[asyncio.Task[None]] = []
+        self.resets = 0
 
     def listen(self) -> None:
         """Be there for LMCache, at the configured address."""
@@ -118,19 +119,19 @@ class Stack:
         for pool in self.coordinator.pools():
             pool.held.clear()
 
-    async def settled(self) -> None:
-        """Wait until LMCache has stored what it was given, whether the map knows it or not."""
+    async def settled(self, l2_objects: int) -> None:
+        """Wait until Redis holds so much, and nothing more is stored, whether the map knows it or not."""
         agreed, seen = 0, (0, 0)
         async with asyncio.timeout(QUIET_S):
             while agreed < 3:
                 now = (await self.l1_objects(), int(await self.store.dbsize()))
-                agreed = agreed + 1 if now == seen and min(now) >= len(CANARY) // CHUNK else 0
+                agreed = agreed + 1 if now == seen and now[1] >= l2_objects else 0
                 seen = now
                 await asyncio.sleep(0.3)
 
-    async def differences(self) -> list[str]:
+    async def differences(self, canary: list[int]) -> list[str]:
         """What distinguishes the stack from its known state, in which all caches are empty and the map knows
-        it. Asks a prompt."""
+        it. Asks the canary."""
         believed = {"L1": self.instance.memory.objects}
         believed |= {"L2": sum(pool.held.objects for pool in self.coordinator.pools())}
         held = {"L1": await self.l1_objects(), "L2": int(await self.store.dbsize())}
@@ -139,21 +140,23 @@ class Stack:
             found.append(f"the map has {believed}, the stores {held}")
         if self.instance.trust is not MapTrust.WHOLE:
             found.append(f"the map is {self.instance.trust}")
-        if cached := await self.ask(CANARY):
+        if cached := await self.ask(canary):
             found.append(f"{cached} tokens of an earlier prompt are cached")
         return found
 
     async def reset(self, *, without: str = "") -> list[str]:
         """Bring the stack back to its known state. Returns `differences`. `without` leaves out one of
         `RESETS`."""
-        await self.ask(CANARY)
-        await self.settled()
+        self.resets += 1
+        canary, held = prompt(10_000 + self.resets), int(await self.store.dbsize())  # new to all caches
+        await self.ask(canary)
+        await self.settled(held + CACHED // CHUNK)
         for name, step in RESETS.items():
             if name != without:
                 await step(self)
-        found = await self.differences()
+        found = await self.differences(canary)
         if not found:
-            await self.settled()
+            await self.settled(CACHED // CHUNK)
             for step in RESETS.values():
                 await step(self)
         return found
@@ -283,6 +286,3 @@ async def started(engine_venv: EngineVenv, model_folder: Path, logs: Path) -> As
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     return random.Random(seed).choices(range(10, 8000), k=tokens)
-
-
-CANARY = prompt(10_000)
