@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright, expect
 from tests.support.redis import redis_server
@@ -27,7 +28,7 @@ from tests.support.sockets import free_ports, tcp_server
 from tests.support.waiting import until
 
 from kvroute.fleet.worker import WorkerId, WorkerSpec
-from kvroute.sim.app import run_sim
+from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.sim.publisher import Fault
 
@@ -37,7 +38,11 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None and os.environ.get("CI"):
     pytest.fail("chromium is missing (.ci/run installs it)", pytrace=False)
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"), pytest.mark.heavy]
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+    pytest.mark.heavy,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 expect.set_options(timeout=20_000)
 
@@ -47,8 +52,10 @@ def lane() -> str:
     return "fast lane"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
+    """One for all tests, which share its event loop. Each opens its pages in a context of its own, so that no
+    storage, cache or connection of another test is there."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server", "--disable-gpu"]
@@ -75,7 +82,14 @@ async def opened(
     assert wrong == []
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def instant_sim() -> AsyncIterator[RunningSim]:
+    """That of the other tests, on this module's event loop."""
+    async with run_sim(SimOptions(time_scale=0)) as sim:
+        yield sim
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def fleet(run_gateway):
     """A gateway with the workers A and B, and five conversations of four turns, each with 20 requests."""
     async with AsyncExitStack() as stack:
@@ -84,7 +98,7 @@ async def fleet(run_gateway):
         yield await stack.enter_async_context(run_gateway(workers))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def full(run_gateway, tmp_path):
     """As `fleet`, with data in every section: `kvaware`, a named key (`team-key`), a queue, and a member."""
     keys = tmp_path / "keys.json"
