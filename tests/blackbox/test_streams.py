@@ -223,6 +223,22 @@ async def test_a_client_gets_the_head_and_the_preamble_while_the_worker_computes
     assert await metric(running.url, "kvroute_time_to_first_byte_seconds_sum", 'streamed="true"') >= 0.2
 
 
+async def test_a_client_need_not_wait_for_a_head_until_a_long_prompt_is_computed(serve, two_workers):
+    """With defaults. Clients give up after 10 s and more."""
+    worker, path = two_workers[0], "/v1/chat/completions"
+    held(worker, HEAD, token(path, b"w") + END)
+    running = await between(serve, [worker])
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        head = await client.until(b"\r\n\r\n", within_s=10)
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"tok-w" in received
+
+
 async def test_only_the_head_of_a_stream_is_sent_early(serve, two_workers):
     worker = two_workers[0]
     sized = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n"
