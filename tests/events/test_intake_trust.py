@@ -76,9 +76,15 @@ def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ):
         stream.report(change)
 
-    assert [(record.levelname, record.getMessage().rpartition(": ")[2]) for record in caplog.records] == [
-        ("INFO", "replaying)"),
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [(level, text.split(" (")[0].rpartition(": ")[2]) for level, text in lines[1:3]] == [
         ("WARNING", "gap"),
         ("WARNING", "audit"),
+    ]
+    assert [(level, text.rpartition(": ")[2]) for level, text in (lines[0], lines[3])] == [
+        ("INFO", "replaying)"),
         ("INFO", "audit)"),
     ]
+    assert len(lines) == 4
+    assert "set replay_endpoint in its --kv-events-config" in lines[1][1]
+    assert "GET /admin/audit" in lines[2][1]
