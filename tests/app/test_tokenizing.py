@@ -25,12 +25,18 @@ class FakeTokens:
         self.broken: set[str] = set()
         self.failures = 0
         self.prepared: list[str] = []
+        self.outdated: set[str] = set()
+        self.shows_dates = False
+
+    def is_of_another_day(self, model: str) -> bool:
+        return model in self.outdated
 
     async def prepare(self, model: str, *, folder: Path | None, url: str, root: str = "") -> TokenSource:
         if model in self.broken:
             self.failures += 1
             raise RuntimeError("a defect")
         self.prepared.append(model)
+        self.outdated.discard(model)
         self.sources[model] = TokenSource(model, Mode.LOCAL, "it agrees")
         return self.sources[model]
 

@@ -8,11 +8,12 @@ instead.
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Generator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -26,6 +27,14 @@ _NO_OTHER_FIELDS = [UNSET] * 8
 _LIST, _QUOTE = b'["'
 _MAX_PLAIN_PART_BYTES = 1024
 """A larger content part that is not text (media or a file) is replaced by its hash."""
+
+
+MEDIA_MARK: Final = b"\x1d"
+"""Precedes each image, audio and video in a rendered prompt. JSON text has no such byte."""
+_MEDIA_HEAD_BYTES: Final = 4096
+_is_media = re.compile(
+    rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:input_)?(?:image|audio|video|file|document)(?:_url|_embeds|_pil)?"'
+).search
 
 
 class _Part(Struct, gc=False):
@@ -49,6 +58,10 @@ class Prompt(NamedTuple):
     def size(self) -> int:
         """Length in bytes."""
         return len(self.data)
+
+    @property
+    def has_media(self) -> bool:
+        return not self.is_token_ids and MEDIA_MARK in self.data
 
     def after(self, begin: int) -> bytes:
         """The bytes from `begin` on."""
@@ -75,6 +88,7 @@ class PromptPrefix(Struct, eq=False, weakref=True):
     """Data of the prompt's readers, by their own keys."""
     messages: int = 0
     """Number of messages up to `end`."""
+    has_media: bool = False
 
 
 class SeenPrompt(Struct, eq=False):
@@ -92,6 +106,10 @@ class SeenPrompt(Struct, eq=False):
     def size(self) -> int:
         """Length in bytes."""
         return self.prefix.whole_bytes + len(self.tail)
+
+    @property
+    def has_media(self) -> bool:
+        return self.prefix.has_media or MEDIA_MARK in self.tail
 
     def after(self, begin: int) -> bytes:
         """The bytes from `begin` on."""
@@ -170,10 +188,12 @@ def _render_content(content: Raw) -> list[bytes | Raw]:
             text = UNSET
         if text is not UNSET and memoryview(text)[0] == _QUOTE:
             parts.append(text)
-        elif len(memoryview(part)) > _MAX_PLAIN_PART_BYTES:
-            parts.append(xxh3_128_digest(part))
-        else:
-            parts.append(part)
+            continue
+        view = memoryview(part)
+        shown = xxh3_128_digest(part) if len(view) > _MAX_PLAIN_PART_BYTES else part
+        if _is_media(view[:_MEDIA_HEAD_BYTES]) or _is_media(view[-_MEDIA_HEAD_BYTES:]):
+            shown = b"".join((MEDIA_MARK, shown))
+        parts.append(shown)
     return parts
 
 
