@@ -29,6 +29,11 @@ class FakeTokens:
         self.failures = 0
         self.prepared: list[str] = []
         self.rules: dict[str, BillingRule | None] = {}
+        self.outdated: set[str] = set()
+        self.shows_dates = False
+
+    def is_of_another_day(self, model: str) -> bool:
+        return model in self.outdated
 
     async def prepare(
         self, model: str, *, folder: Path | None, url: str, billing: BillingRule | None, root: str = ""
@@ -38,6 +43,7 @@ class FakeTokens:
             raise RuntimeError("a defect")
         self.prepared.append(model)
         self.rules[model] = billing
+        self.outdated.discard(model)
         self.sources[model] = TokenSource(model, Mode.LOCAL, "it agrees")
         return self.sources[model]
 

@@ -2,8 +2,8 @@
 
     python engine_ids.py < jobs > answers
 
-A line on stdin is a job: `{"folder": ..., "requests": [[path, body], ...], "env": {...}}`. A line on stdout is
-its answer: for each request the token ids, or a text that says why vLLM refuses it.
+A line on stdin is a job: `{"folder": ..., "requests": [[path, body], ...], "env": {...}}`. A line on
+stdout is its answer: for each request the token ids, or a text that says why vLLM refuses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token ids are those of vLLM's own renderer, for chat templates x shapes of chats; no engine runs.
 
-Templates: `tests/data/templates`, in the manner of public models, and those in vLLM's wheel (Apache-2.0). A body
-that vLLM refuses does not matter; a body without exact ids needs a reason.
+Templates: `tests/data/templates`, in the manner of public models, and those in vLLM's wheel (Apache-2.0).
+A body that vLLM refuses does not matter; a body without exact ids needs a reason.
 """
 
 from __future__ import annotations

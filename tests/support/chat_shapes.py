@@ -1,4 +1,4 @@
-"""Shapes of chats: every combination of roles, parts, tools, results, reasoning and options that clients send.
+"""Shapes of chats: roles, parts, tools, results, reasoning and options, as clients combine them.
 
 Each is a body of /v1/chat/completions without `model`; `NATIVE` has those of the other endpoints.
 """

@@ -1,4 +1,4 @@
-"""Models with chat templates in the manner of public ones (`tests/data/templates`), and their special tokens."""
+"""Models with chat templates in the manner of public ones (`tests/data/templates`)."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_without_the_library_or_a_vocabulary_the_remedy_is_named_and_nothing_is_
     monkeypatch.setitem(sys.modules, "openai_harmony", library)
     monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)
     monkeypatch.setattr("kvroute.tokens.harmony._is_installed", lambda _: False)
-    with pytest.raises(UnusableModel, match="tokens.harmony_vocabulary"):
+    with pytest.raises(UnusableModel, match=r"tokens\.harmony_vocabulary"):
         load_harmony(None)
     with pytest.raises(UnusableModel, match="has no o200k_base"):
         load_harmony(tmp_path)

@@ -253,6 +253,7 @@ def declared_families() -> Iterable[Metric]:
     yield from map_metrics(None, {}, dropped_blocks=None)
     yield from stream_metrics(())
     yield tokenizing_metric({})
+    yield next_turns_metric({})
     yield from lmcache_metrics(None, {})
     yield from coordinator_metrics((), None)
     yield shared_reports_metric({})
@@ -390,6 +391,22 @@ def tokenizing_metric(cpu_s: Mapping[str, float]) -> Metric:
         "loop's or the tokenizer threads'.",
         ("thread",),
         [((thread,), seconds) for thread, seconds in cpu_s.items()],
+    )
+
+
+def next_turns_metric(turns: Mapping[str, Mapping[str, int]]) -> Metric:
+    """Next turns of chats that were found in the tokenizer's memory, by model and outcome."""
+    return counter(
+        "kvroute_next_turns",
+        "Next turns of known chats that were tokenized here, by outcome: continued (only what is new was "
+        "tokenized), compared (also tokenized as a whole, as a proof), differed (the ids were not those of "
+        "the whole chat; the model's long chats are tokenized as a whole from then on).",
+        ("model", "outcome"),
+        [
+            ((model, outcome), float(count))
+            for model, outcomes in turns.items()
+            for outcome, count in outcomes.items()
+        ],
     )
 
 

@@ -12,7 +12,7 @@ import httpx
 from prometheus_client.core import Metric
 
 from kvroute.app.background_tasks import BackgroundTasks
-from kvroute.app.collectors import tokenizing_metric
+from kvroute.app.collectors import next_turns_metric, tokenizing_metric
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.probe import ProbeFailure, Prober
@@ -65,7 +65,7 @@ class TokenSources:
                 except Exception:
                     missing = True
                     log.exception("choosing a token source for %s failed", model)
-            if not missing:
+            if not missing and not self._tokens.shows_dates:
                 await self._changed.wait()
                 continue
             try:
@@ -77,7 +77,8 @@ class TokenSources:
     async def _is_prepared(self, model: str) -> bool:
         """Prepare the model; return whether its exact tokens are available now."""
         source = self._tokens.sources.get(model)
-        if source is not None and source.mode is not Mode.NONE and model not in self._stale:
+        is_stale = model in self._stale or self._tokens.is_of_another_day(model)
+        if source is not None and source.mode is not Mode.NONE and not is_stale:
             return True
         worker = next((w for w in self._fleet.view(model).workers if w.state is HealthState.HEALTHY), None)
         if worker is None:
@@ -193,6 +194,7 @@ class Tokenizing:
 
     def metrics(self) -> Iterable[Metric]:
         yield tokenizing_metric({"loop": self.preparer.cpu_s, "tokenizer": self._threads.cpu_s})
+        yield next_turns_metric(self._tokens.turns())
 
     def describe(self) -> dict[str, object]:
         """The token source of each model, for the admin API."""

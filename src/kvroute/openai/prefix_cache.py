@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.openai.bounded import UNREADABLE, Body, Bounded, Message, head_of, not_plain_json
 from kvroute.openai.endpoints import BodyKind, Endpoint
-from kvroute.openai.prompt import PromptPrefix, SeenPrompt, rendered, rendered_head
+from kvroute.openai.prompt import MEDIA_MARK, PromptPrefix, SeenPrompt, rendered, rendered_head
 from kvroute.openai.request import InferenceRequest, as_request, loose_request, parse_request, prompt_steps
 
 _NAME: Final = b'"messages"'
@@ -183,6 +183,7 @@ class SeenBodies:
         size = len(base.rest) + sum(map(len, map(_view, added)))
         cut = size - size % self._cut_bytes
         grown = PromptPrefix(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
+        grown.has_media = base.has_media or MEDIA_MARK in tail[:size]
         self._store(digest, grown)
         request.seen = SeenPrompt(body, base, tail, grown, is_anthropic=endpoint.is_anthropic)
         request.outline = outline

@@ -8,11 +8,12 @@ The bytes are not the engine's text; `kvaware` uses exact tokens instead.
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Generator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -29,6 +30,14 @@ _LIST, _QUOTE = b'["'
 _SYSTEM = Raw(b'"system"')
 _MAX_PLAIN_PART_BYTES = 1024
 """A larger content part that is not text (media or a file) is replaced by its hash."""
+
+
+MEDIA_MARK: Final = b"\x1d"
+"""Precedes each image, audio and video in a rendered prompt. JSON text has no such byte."""
+_MEDIA_HEAD_BYTES: Final = 4096
+_is_media = re.compile(
+    rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:input_)?(?:image|audio|video|file|document)(?:_url|_embeds|_pil)?"'
+).search
 
 
 class _Part(Struct, gc=False):
@@ -52,6 +61,10 @@ class Prompt(NamedTuple):
     def size(self) -> int:
         """Length in bytes."""
         return len(self.data)
+
+    @property
+    def has_media(self) -> bool:
+        return not self.is_token_ids and MEDIA_MARK in self.data
 
     def after(self, begin: int) -> bytes:
         """The bytes from `begin` on."""
@@ -78,6 +91,7 @@ class PromptPrefix(Struct, eq=False, weakref=True):
     """Data of the prompt's readers, by their own keys."""
     messages: int = 0
     """Number of messages up to `end`."""
+    has_media: bool = False
 
 
 class SeenPrompt(Struct, eq=False):
@@ -97,6 +111,10 @@ class SeenPrompt(Struct, eq=False):
     def size(self) -> int:
         """Length in bytes."""
         return self.prefix.whole_bytes + len(self.tail)
+
+    @property
+    def has_media(self) -> bool:
+        return self.prefix.has_media or MEDIA_MARK in self.tail
 
     def after(self, begin: int) -> bytes:
         """The bytes from `begin` on."""
@@ -221,7 +239,11 @@ def _render_content(content: Raw, is_system: bool, whole: bool) -> list[bytes | 
             parts.append(shown_system_text(text, whole=whole) if is_system else text)
             continue
         seen = without_marks(part)
-        parts.append(xxh3_128_digest(seen) if len(memoryview(seen)) > _MAX_PLAIN_PART_BYTES else seen)
+        view = memoryview(seen)
+        shown = xxh3_128_digest(seen) if len(view) > _MAX_PLAIN_PART_BYTES else seen
+        if _is_media(view[:_MEDIA_HEAD_BYTES]) or _is_media(view[-_MEDIA_HEAD_BYTES:]):
+            shown = b"".join((MEDIA_MARK, shown))
+        parts.append(shown)
     return parts
 
 

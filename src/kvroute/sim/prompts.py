@@ -100,6 +100,14 @@ class Sampling:
     """`kv_transfer_params`."""
 
 
+def _without_nulls(value: Any) -> Any:
+    """`value` without members that are null: the chat endpoint and /tokenize get the same tools with and
+    without them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def chat_tokens(
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
@@ -121,7 +129,7 @@ def chat_tokens(
         messages = [{**m, "role": "developer"} if m["role"] == "system" else m for m in messages]
     if tools:
         ids.append(TOOLS)
-        ids += encode(json.dumps(tools, ensure_ascii=False, sort_keys=True))
+        ids += encode(json.dumps(_without_nulls(tools), ensure_ascii=False, sort_keys=True))
         ids.append(IM_END)
     for message in messages:
         ids.append(IM_START)

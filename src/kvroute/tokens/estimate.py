@@ -45,10 +45,14 @@ class TokenEstimator:
         return self._ratio.get(model, self._initial)
 
     def observe(self, model: str, prompts: Sequence[AnyPrompt], prompt_tokens: int) -> None:
-        """Learn from one answer's `usage.prompt_tokens`. Prompts of token ids and short ones are ignored."""
+        """Learn from one answer's `usage.prompt_tokens`.
+
+        Prompts of token ids, those with media, whose tokens do not depend on their bytes, and short ones are
+        ignored.
+        """
         size = 0
         for prompt in prompts:
-            if prompt.is_token_ids:
+            if prompt.is_token_ids or prompt.has_media:
                 return
             size += prompt.size
         if size < _MIN_BYTES or prompt_tokens <= 0:

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +56,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Answered(msgspec.Struct):
-    """An answer with `return_token_ids`: the prompt's ids are beside the choices of a chat, and in a text's."""
+    """An answer with `return_token_ids`: the prompt's ids are beside the choices of a chat, and in a
+    text's."""
 
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
@@ -345,7 +347,10 @@ class ExactTokens:
         check_timeout_s: float = 5.0,
         allow_fastokens: bool = True,
         harmony_vocabulary: Path | None = None,
+        today: Callable[[], date] = date.today,
     ) -> None:
+        self._today = today
+        self._days: dict[str, date] = {}
         self._threads = threads
         self._harmony_vocabulary = harmony_vocabulary
         self._remote = RemoteTokenizer(client, flags)
@@ -360,6 +365,19 @@ class ExactTokens:
     @property
     def sources(self) -> Mapping[str, TokenSource]:
         return self._sources
+
+    @property
+    def shows_dates(self) -> bool:
+        """Whether a model's prompts contain the date, which an engine may take from another clock."""
+        return bool(self._days)
+
+    def is_of_another_day(self, model: str) -> bool:
+        """Whether the samples of `model` were compared on another day, and its prompts contain the date."""
+        return self._days.get(model, today := self._today()) != today
+
+    def turns(self) -> Mapping[str, Mapping[str, int]]:
+        """Next turns of known chats by model and outcome; see `LocalTokenizer.turns`."""
+        return {model: dict(local.turns) for model, local in self._local.items()}
 
     def is_remote(self, model: str) -> bool:
         """Whether workers tokenize for `model`."""
@@ -396,9 +414,14 @@ class ExactTokens:
                     local, source = None, remote
                 elif source.mode is Mode.NONE:
                     source = remote
-        self._local.pop(model, None)
+        before = self._local.pop(model, None)
+        self._days.pop(model, None)
         if local is not None:
             self._local[model] = local
+            if before is not None:
+                local.turns.update(before.turns)
+            if local.files.shows_dates:
+                self._days[model] = self._today()
         self._sources[model] = source
         return source
 

@@ -1,10 +1,10 @@
 """Tokenizes chats of gpt-oss, which vLLM renders with Harmony instead of a chat template.
 
-Sources, in vLLM 0.32: entrypoints/openai/parser/harmony_utils.py (messages of chat completions, order, dropped
-reasoning, headers of tool calls), entrypoints/openai/responses/harmony.py (items of responses). The rendering
-itself is the library's that vLLM calls: the module `openai_harmony`. The distribution `oss-harmony` has its
-vocabulary inside; `openai-harmony` reads it from a folder, and would fetch it without one, so it gets no chance
-to.
+Sources, in vLLM 0.32: entrypoints/openai/parser/harmony_utils.py (messages of chat completions, order,
+dropped reasoning, headers of tool calls), entrypoints/openai/responses/harmony.py (items of responses).
+The rendering itself is the library's that vLLM calls: the module `openai_harmony`. The distribution
+`oss-harmony` has its vocabulary inside; `openai-harmony` reads it from a folder, and would fetch it
+without one, so it gets no chance to.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def looks_like_harmony(name: str) -> bool:
 
 
 def load_harmony(vocabulary: Path | None, today: Callable[[], str] | None = None) -> Harmony:
-    """Load the library and its vocabulary; takes a second. Raises UnusableModel with the remedy. Never fetches.
+    """Load the library and its vocabulary, in about a second. Raises UnusableModel; never fetches.
 
     `vocabulary` is the folder with `o200k_base.tiktoken`, for `openai-harmony`.
     """
@@ -187,7 +187,7 @@ class HarmonyChat:
 
 
 def key_of(message: HarmonyMessage, mark: str) -> str:
-    """The message's text form. `mark` is "1" in a conversation with functions, which the system message names."""
+    """The text form of a message. `mark`: "1" in a conversation with functions, else "0"."""
     try:
         return mark + msgspec.json.encode(message).decode()
     except (UnicodeEncodeError, ValueError, TypeError, OverflowError):

@@ -82,6 +82,11 @@ class ModelFiles:
     harmony: Harmony | None = None
     why_no_harmony: str = ""
 
+    @property
+    def shows_dates(self) -> bool:
+        """Whether prompts contain the date."""
+        return self.harmony is not None or any(each.shows_dates for each in self.templates.values())
+
     def template(self, has_tools: bool) -> ChatTemplate | None:
         if has_tools and "tool_use" in self.templates:
             return self.templates["tool_use"]
@@ -249,7 +254,7 @@ class LocalTokenizer:
         self._flags = flags or EngineFlags()
         self._conversations = Conversations(0) if conversations is None else conversations
         self._messages = SegmentCache(cache.max_bytes)
-        """The ids of Harmony's messages. Not in `cache`: their texts are JSON that a client may send as text."""
+        """The ids of Harmony's messages. Not in `cache`: a client may send their JSON as text."""
         self._harmony = None if files.harmony is None else HarmonyTurns(files.harmony, self._messages)
         self._windows = {
             id(template): Windows(template, files.cutter, self._parts, Proofs())
@@ -257,7 +262,7 @@ class LocalTokenizer:
             if not template.is_separable
         }
         self.turns: Counter[str] = Counter()
-        """Next turns of cached chats: `continued`, or `compared` with the whole chat, or `differed` from it."""
+        """Next turns of cached chats: `continued`, `compared` with the whole chat, `differed` from it."""
 
     @property
     def files(self) -> ModelFiles:

@@ -67,8 +67,8 @@ class TokensOptions(Options):
     )
     harmony_vocabulary: Path | None = option(
         None,
-        "Folder with `o200k_base.tiktoken`, for chats of gpt-oss, if the package `openai-harmony` renders them. "
-        "`oss-harmony` (`kvroute[harmony]`) needs none. Nothing is ever fetched.",
+        "Folder with `o200k_base.tiktoken`, for chats of gpt-oss, if `openai-harmony` is installed. "
+        "`oss-harmony` (`kvroute[harmony]`) needs no folder. kvroute fetches nothing.",
     )
     chat_template_kwargs: dict[str, Any] = option(
         description="The workers' `--default-chat-template-kwargs`.", default_factory=dict

@@ -1,7 +1,7 @@
 """Sample requests: by them a tokenizer is compared with what an engine computes, for each shape of requests.
 
-A shape is what a sample has besides plain messages. Where ids differ for a sample, the requests of its shape have
-no exact tokens; all others keep theirs.
+A shape is what a sample has besides plain messages. Where ids differ for a sample, the requests of its
+shape have no exact tokens; all others keep theirs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def shapes_of(request: InferenceRequest) -> frozenset[Shape]:
     """The shapes of a request. Decodes the body. Raises Inexact."""
     path = request.endpoint.path
     body = decoded(request)
-    if path == "/v1/completions" or "messages" not in body and "input" not in body:
+    if path == "/v1/completions" or ("messages" not in body and "input" not in body):
         return frozenset((Shape.TEXT,))
     if path not in ("/v1/chat/completions", "/invocations"):
         # Samples do not cover these endpoints, which become chats of any shape.

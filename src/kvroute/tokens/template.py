@@ -187,6 +187,7 @@ class ChatTemplate:
         self.content_format: ContentFormat = format_override or content_format(environment.parse(source))
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.wants_system_first = not self._takes_later_system()
+        self.shows_dates = "strftime_now" in source
         self.words = words_of(tree)
         """Texts that the template compares with other texts."""
 

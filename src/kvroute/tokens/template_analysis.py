@@ -219,7 +219,7 @@ _LEAST_WORD: Final = 3
 
 
 def words_of(template: nodes.Template) -> tuple[str, ...]:
-    """The texts that the template may look for in contents: operands of `in`, arguments of calls and filters."""
+    """Texts that the template may look for in contents: operands of `in`, arguments of calls."""
     found: dict[str, None] = {}
     for node in template.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
         operands: list[nodes.Node] = []
@@ -231,7 +231,11 @@ def words_of(template: nodes.Template) -> tuple[str, ...]:
         else:
             operands = list(getattr(node, "args", None) or ())
         for operand in operands:
-            if isinstance(operand, nodes.Const) and isinstance(operand.value, str):
-                if len(operand.value) >= _LEAST_WORD:
-                    found[operand.value] = None
+            value = _constant(operand)
+            if isinstance(value, str) and len(value) >= _LEAST_WORD:
+                found[value] = None
     return tuple(found)
+
+
+def _constant(node: nodes.Node) -> object:
+    return node.value if isinstance(node, nodes.Const) else None

@@ -1,16 +1,16 @@
 """Next turns of chats whose template reads more than one message at a time.
 
-Such a template renders the messages again for each turn, and may change earlier text: it drops old reasoning, moves
-the tools to the last question, or asks which message is the last. So the text is rendered and compared, not
-assumed:
+Such a template renders the messages again for each turn, and may change earlier text: it drops old
+reasoning, moves the tools to the last question, or asks which message is the last. So the text is
+rendered and compared, not assumed:
 
-- A short chat is rendered as a whole. Of its text only the part is tokenized again that differs from the text of
-  the turn before, from the last special token before the difference on.
-- A long chat is rendered without its middle: the first messages up to the first question, and the last ones (the
-  *window*). The text of the middle is not rendered again. The ids are those of the whole chat if later messages
-  change nothing in the middle. Whether a template is of this kind is found out by comparison: for each kind of turn
-  the first ones are also tokenized as a whole, and so is one of `EVERY` later ones. A difference ends this for the
-  template (`Proofs`).
+- A short chat is rendered as a whole. Of its text only the part is tokenized again that differs from the
+  text of the turn before, from the last special token before the difference on.
+- A long chat is rendered without its middle: the first messages up to the first question, and the last
+  ones (the *window*). The text of the middle is not rendered again. The ids are those of the whole chat
+  if later messages change nothing in the middle. Whether a template is of this kind is found out by
+  comparison: for each kind of turn the first ones are also tokenized as a whole, and so is one of `EVERY`
+  later ones. A difference ends this for the template (`Proofs`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Proofs:
 
 
 class Windows:
-    """Renders and tokenizes the next turns of chats with one template. Thread-safe; has no state but `proofs`."""
+    """Renders and tokenizes the next turns of chats with one template. Thread-safe; only `proofs` changes."""
 
     def __init__(self, template: ChatTemplate, cutter: Cutter, encode: EncodeParts, proofs: Proofs) -> None:
         self._template = template
@@ -259,9 +259,9 @@ def _after_first_question(messages: Messages) -> int:
 def _window_start(messages: Messages, first: int, *, may_split_loop: bool) -> int | None:
     """Where the window begins: at an answer, so that questions and answers still alternate. None: nowhere.
 
-    The window has the last two questions with what led to them, because a template may render the last question
-    otherwise than the others, and drops reasoning from the answers before it. Within a long loop of tool calls
-    after the last question it has the last few messages.
+    The window has the last two questions with what led to them, because a template may render the last
+    question otherwise than the others, and drops reasoning from the answers before it. Within a long loop
+    of tool calls after the last question it has the last few messages.
     """
     questions = [place for place, message in enumerate(messages) if message.get("role") == "user"]
     answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
