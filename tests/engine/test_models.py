@@ -2,8 +2,8 @@
 
 Two engines per architecture behind a gateway with `kvaware`, and a workload of chats, shared documents, forks
 of a system prompt and repeats, that is larger than the engines' caches. The gateway's number
-(`x-kvroute-hit-tokens`) is compared with the engine's own `cached_tokens`. Requests are sent one after another:
-test_kvaware.py has requests that overlap.
+(`x-kvroute-hit-tokens`) is compared with the engine's own `cached_tokens`. Requests are sent one after
+another: test_kvaware.py has requests that overlap.
 
 KVROUTE_MODELS_SEED draws another workload.
 """
@@ -39,7 +39,7 @@ WARM_UP = 10
 
 @dataclass(frozen=True)
 class Subject:
-    """An architecture, and a number of blocks that is too small for the workload. `unit`: tokens of a block."""
+    """An architecture, and a number of blocks too small for the workload. `unit`: tokens of a block."""
 
     architecture: str
     blocks: int
@@ -195,7 +195,7 @@ async def test_what_is_promised_is_found(subject, leased, run_gateway, words, ca
     hits = sum(each.cached for each in counted) / sum(each.prompt for each in counted)
     with capsys.disabled():
         print(
-            f"\n{subject.architecture}, seed {SEED}: exact {exact:.4f} of {len(decided)} that the map decided "
+            f"\n{subject.architecture}, seed {SEED}: exact {exact:.4f} of {len(decided)} by the map "
             f"({len(decided) / len(counted):.3f} of all), {len(over)} too much {over[:8]}, {len(under)} too "
             f"little {under[:8]}, {hits:.3f} of the prompt tokens were hits; "
             f"reasons {dict(Counter(each.reason for each in counted))}"
