@@ -250,6 +250,40 @@ _SIM_DEFAULTS = SimOptions()
 )
 @click.option("--nixl", is_flag=True, help="Exchange KV with other workers as vLLM's NixlConnector does.")
 @click.option(
+    "--kv-group",
+    "kv_groups",
+    multiple=True,
+    metavar="KIND:BLOCK[:SPAN]",
+    help="A KV cache group, for example mamba:528 or sliding_window:16:128; repeatable.",
+)
+@click.option(
+    "--prefix-match-unit",
+    default=_SIM_DEFAULTS.prefix_match_unit,
+    show_default=True,
+    help="Hits end at multiples of so many tokens; 0: the greatest common divisor of all blocks.",
+)
+@click.option(
+    "--prefix-cache-retention",
+    default=_SIM_DEFAULTS.prefix_cache_retention,
+    show_default=True,
+    help="Windows and states are kept once per so many tokens; 0: where prompts end; -1: everywhere.",
+)
+@click.option(
+    "--junctions/--no-junctions",
+    "keeps_junctions",
+    default=True,
+    show_default=True,
+    help="Keep windows and states where prompts parted, too.",
+)
+@click.option(
+    "--drafted-tokens",
+    default=_SIM_DEFAULTS.drafted_tokens,
+    show_default=True,
+    help="Tokens of an EAGLE-style drafter; with one the last block of each hit is dropped.",
+)
+@click.option("--state-checkpoints", is_flag=True, help="A prefill writes a state inside its last chunk.")
+@click.option("--harmony", is_flag=True, help="Render chats otherwise than /tokenize, as for gpt-oss.")
+@click.option(
     "--record-requests",
     "recorded_requests",
     default=0,
