@@ -12,8 +12,8 @@ from uvicorn.server import ServerState
 
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.own_limits import WaitQueue
 from kvroute.gateway.trimmed import TrimmedProtocol
+from kvroute.gateway.wait_queue import WaitQueue
 from kvroute.metrics import Metrics
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n"

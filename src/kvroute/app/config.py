@@ -33,7 +33,8 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
-from kvroute.gateway.options import AdminOptions, ServerOptions, StreamOptions
+from kvroute.gateway.options import AdminOptions, ServerOptions
+from kvroute.gateway.streams import StreamOptions
 from kvroute.gateway.tracing import TracingOptions
 from kvroute.gateway.waiting import AdmissionOptions
 from kvroute.lmcache.options import LMCacheOptions

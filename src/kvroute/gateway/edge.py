@@ -26,7 +26,8 @@ from kvroute.errors import (
 from kvroute.gateway.asgi import disconnect_signal_of
 from kvroute.gateway.failures import error_body
 from kvroute.gateway.options import ServerOptions
-from kvroute.gateway.own_limits import DescriptorLimit, TimedFlow, WaitQueue, unacknowledged_bytes
+from kvroute.gateway.own_limits import DescriptorLimit, TimedFlow, unacknowledged_bytes
+from kvroute.gateway.wait_queue import WaitQueue
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from kvroute.gateway.attempts import AttemptDeps, Attempts
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record, Usage
-from kvroute.gateway.own_limits import WaitQueue
 from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
 from kvroute.gateway.streams import KEEP_ALIVE, StreamWaits, ends_an_event, is_readable, moved
+from kvroute.gateway.wait_queue import WaitQueue
 from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE

@@ -380,28 +380,3 @@ class AdminOptions(Options):
             if host_name(each) is None:
                 raise ValueError(f"{each!r} is not a name or an address without scheme and port")
         return value
-
-
-class StreamOptions(Options):
-    """What clients of event streams get while their worker has no token for them."""
-
-    head_wait_s: float = option(
-        5.0,
-        "Longest time that the head of an event stream waits for its first token; until then another worker "
-        "can still answer with any status. After it the client gets the worker's own head (200) and what the "
-        "worker has sent so far; if that has no event yet, another worker can still continue the stream. "
-        "0: the head waits for the first token.",
-        unit="s",
-        higher="more requests get another worker's answer, or an error with its status",
-        lower="clients with a short timeout do not give up",
-        ge=0,
-    )
-    keep_alive_s: float = option(
-        15.0,
-        "After this long without any byte, a client of an event stream whose head it has got is sent an SSE "
-        "comment, and again after each further such time. 0: off.",
-        unit="s",
-        higher="fewer bytes",
-        lower="proxies and clients with a short idle timeout keep the connection",
-        ge=0,
-    )

@@ -5,14 +5,39 @@ Some clients give up when no head comes (`openai` for node, opencode), and some 
 
 from __future__ import annotations
 
-from kvroute.gateway.options import StreamOptions
-from kvroute.gateway.own_limits import WaitQueue
+from kvroute.gateway.wait_queue import WaitQueue
+from kvroute.options import Options, option
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of event streams ignore (WHATWG HTML, 9.2.5)."""
 
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 _ENCODED = b"\r\ncontent-encoding:"
+
+
+class StreamOptions(Options):
+    """What clients of event streams get while their worker has no token for them."""
+
+    head_wait_s: float = option(
+        5.0,
+        "Longest time that the head of an event stream waits for its first token; until then another worker "
+        "can still answer with any status. After it the client gets the worker's own head (200) and what the "
+        "worker has sent so far; if that has no event yet, another worker can still continue the stream. "
+        "0: the head waits for the first token.",
+        unit="s",
+        higher="more requests get another worker's answer, or an error with its status",
+        lower="clients with a short timeout do not give up",
+        ge=0,
+    )
+    keep_alive_s: float = option(
+        15.0,
+        "After this long without any byte, a client of an event stream whose head it has got is sent an SSE "
+        "comment, and again after each further such time. 0: off.",
+        unit="s",
+        higher="fewer bytes",
+        lower="proxies and clients with a short idle timeout keep the connection",
+        ge=0,
+    )
 
 
 class StreamWaits:

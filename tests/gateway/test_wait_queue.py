@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvroute.gateway.own_limits import WaitQueue
+from kvroute.gateway.wait_queue import WaitQueue
 
 
 class Loop:
