@@ -12,7 +12,7 @@ What differs from a program that was started by itself (the tests that need it s
 * The hash seed is the forge's, 0. For a script that has another one, the second form starts PYTHON itself,
   and also where ARG begins with an option of Python's, such as `-c`.
 * vLLM's own processes are forked, too. On a CPU vLLM would start new interpreters for them.
-* Modules that were imported have read their environment before: see `FIXED`.
+* Modules that were imported have read their environment before: that of the forge, with `FIXED`.
 
 Standard library only.
 """
@@ -197,7 +197,7 @@ def _become(wish: dict[str, object], streams: list[int], parent: int) -> list[st
     assert isinstance(env, dict)
     assert isinstance(argv, list)
     os.environ.clear()
-    os.environ.update({**FIXED, **env})
+    os.environ.update(env)
     folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.argv = argv
     sys.path[:1] = [str(Path(argv[0]).parent), *folders]
