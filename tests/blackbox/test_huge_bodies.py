@@ -167,8 +167,11 @@ async def test_a_batch_above_a_limit_is_refused_to_a_key_with_a_limit_of_prompt_
 
 async def test_a_session_id_in_bodies_is_no_reason_to_refuse_a_body_above_a_limit(serve, sim):
     gateway = await serve("--worker", await sim("--time-scale", "0"), "--strategy", "session")
+    chat = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "Hi."}] * 16_385}
 
-    assert (await post(gateway.url, embeddings(MODEL))).status_code == 200
+    answer = await post(gateway.url, Shot("/v1/chat/completions", JSON, json.dumps(chat).encode()))
+
+    assert answer.status_code == 200, answer.text[:300]
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)

@@ -172,6 +172,19 @@ def test_few_requests_are_no_reason_to_move(strategy, view, route) -> None:
     assert route(strategy, view, "alice") == (home, RouteReason.SESSION)
 
 
+def test_a_session_stays_at_a_load_at_which_its_worker_takes_no_new_one(strategy, view, route) -> None:
+    home, _ = route(strategy, view, "alice")
+    fill(home, 8)
+
+    assert route(strategy, view, "alice") == (home, RouteReason.SESSION)
+    new = [route(strategy, view, f"new {number}") for number in range(30)]
+    assert all(worker is not home for worker, _ in new)
+    assert RouteReason.SESSION_SPILL in [reason for _, reason in new]
+
+    fill(home, 1)
+    assert route(strategy, view, "alice")[1] is RouteReason.SESSION_SPILL
+
+
 def test_without_slack_the_bound_alone_decides(make_strategy, view, route) -> None:
     strategy = make_strategy(free_requests=1)
     home, _ = route(strategy, view, "alice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.routing.conftest import MODEL, fleet_of, fresh_keys, new_worker
 
 from kvroute.blocks.keys import PromptKeys
@@ -73,6 +74,23 @@ def test_a_compacted_prompt_stays_although_its_worker_has_a_little_more_to_do(ro
 
     assert router.decide(ask(session=None), view).ranking[0].worker.id != B
     assert router.decide(ask(session="another"), view).ranking[0].worker.id != B
+
+
+def test_a_session_stays_although_its_worker_has_done_all_the_work(router, view, ask):
+    """New conversations are spread by what each worker has done; a session is none."""
+    for _ in range(3):
+        query = ask()
+        decision = router.decide(query, view)
+        chosen = next(each for each in decision.ranking if each.worker.id == B)
+        dispatch = router.dispatch(query, decision, chosen, 0.0)
+        dispatch.first_token(1.0)
+        dispatch.finish(1.0)
+    later = replace(ask(), now=2.0)
+    new = replace(ask(session=None), now=2.0)
+
+    assert router.decide(new, view).ranking[0].worker.id != B
+    assert max(each.terms.marginal for each in router.decide(new, view).ranking) > 0.0
+    assert router.decide(later, view).ranking[0].worker.id == B
 
 
 def test_a_session_leaves_a_worker_with_more_to_do(router, view, ask):

@@ -129,3 +129,27 @@ async def test_errors_of_the_engine_come_in_anthropics_shape(
     ):
         form = await http.post("/v1/messages", json=body)
         assert (form.status_code, form.json()["error"]["type"]) == (400, "Bad Request")
+
+
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_billing_header_is_no_part_of_the_prompt(
+    claude: anthropic.AsyncAnthropic, inline: bool
+) -> None:
+    async def tokens(*texts: str) -> int:
+        blocks: Any = [{"type": "text", "text": text} for text in texts]
+        messages: Any = [*HELLO, {"role": "system", "content": blocks}] if inline else HELLO
+        system: Any = anthropic.NOT_GIVEN if inline else blocks
+        counted = await claude.messages.count_tokens(model="sim-model", system=system, messages=messages)
+        return counted.input_tokens
+
+    assert await tokens("x-anthropic-billing-header: cch=1a2b3;", "Be kind.") == await tokens("Be kind.")
+
+
+async def test_blocks_of_a_system_prompt_are_one_text(claude: anthropic.AsyncAnthropic) -> None:
+    blocks: Any = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    counted = [
+        await claude.messages.count_tokens(model="sim-model", system=system, messages=HELLO)
+        for system in (blocks, "Be kind.")
+    ]
+
+    assert counted[0].input_tokens == counted[1].input_tokens

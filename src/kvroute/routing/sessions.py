@@ -19,7 +19,7 @@ from kvroute.routing.cost import Ranking
 from kvroute.routing.cost_parameters import Costs
 from kvroute.routing.strategy import RouteQuery
 
-KEEP_SHARE: Final = 0.1
+KEEP_SHARE: Final = 0.25
 """A session stays on its worker for at most this share of the prefill of its whole prompt. A worker that
 holds more of the prompt than that, or has that much less to do, gets the request."""
 
@@ -79,6 +79,7 @@ def session_hash(model: str, session_key: str) -> int:
 def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
     """Put the session's worker first if it costs hardly more than the first one. Returns whether it did.
 
+    Costs are compared without `marginal`, which spreads new conversations over the workers.
     `query.session_worker` must not be None. O(workers).
     """
     workers, rows, *_ = ranking.columns
@@ -86,10 +87,10 @@ def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
     place = next((place for place, worker in enumerate(workers) if worker.spec.id == wanted), first)
     if place == first:
         return False
-    best = rows[first][0]
+    best, own = rows[first][0] - rows[first][3], rows[place][0] - rows[place][3]
     tie_s = best * costs.tie_share + costs.tie_s
     keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
-    if rows[place][0] - best > max(tie_s, keep_s):
+    if own - best > max(tie_s, keep_s):
         return False
     ranking.put_first(workers[place])
     return True

@@ -149,7 +149,7 @@ def _stop_reason(chat: PreparedChat) -> tuple[str, str | None]:
 def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a body of /v1/messages to a chat request, as vLLM does."""
     messages: list[Any] = []
-    if system := _without_billing(body.get("system")):
+    if system := _system_text(body.get("system")):
         messages.append({"role": "system", "content": system})
     given = body.get("messages")
     if not isinstance(given, list):
@@ -158,8 +158,8 @@ def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     for message in given:
         if isinstance(message, dict) and message.get("role") == "system":
             content = message.get("content")
-            kept = _without_billing([content] if isinstance(content, str) else content)
-            messages += [{**message, "content": kept}] if kept else []
+            text = _system_text([content] if isinstance(content, str) else content)
+            messages += [{**message, "content": text}] if text else []
             continue
         messages += _chat_messages(message) if isinstance(message, dict) else [message]
     chat: dict[str, Any] = {"messages": messages}
@@ -178,16 +178,12 @@ def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _without_billing(system: Any) -> Any:
-    """A system prompt without the blocks that begin with a client's billing header."""
+def _system_text(system: Any) -> Any:
+    """The texts of a system prompt in one, without the blocks that begin with a client's billing header."""
     if not isinstance(system, list):
         return system
     texts = [block.get("text") if isinstance(block, dict) else block for block in system]
-    return [
-        block
-        for block, text in zip(system, texts, strict=True)
-        if not (isinstance(text, str) and text.startswith(BILLING_HEADER))
-    ]
+    return "".join(text for text in texts if isinstance(text, str) and not text.startswith(BILLING_HEADER))
 
 
 def _chat_function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from kvroute.routing.ranks import best_ranks, rank_by_rank, ranks_of, targets_of
 from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
+_KNOWN_SLACK = 3
+"""To move a session costs its whole cache, and the mean of few requests in flight changes much. So for a
+session that a worker has already, `free_requests` beyond the first count this number of times."""
 _NO_VERSION = -1
 """Version of a ring that was not made from a view of the fleet: `rank` compares the workers."""
 
@@ -61,7 +64,8 @@ class SessionOptions(Options):
     )
     free_requests: int = option(
         4,
-        "Requests in flight that a worker may always have, independent of the mean.",
+        "Requests in flight that a worker may always have, independent of the mean. It keeps the sessions "
+        "that it has already up to three times as many, less three.",
         unit="requests",
         higher="sessions stay at low load",
         lower="sessions spread at low load; 1: only `epsilon` counts",
@@ -164,11 +168,12 @@ class Session:
         workers = {worker.id: worker for worker in view.workers}
         preferred = ring.home(place)
         stored = self._placements.peek((view.model, place))
+        bound = own_bound = self._bound(view)
         if stored is not None and stored.worker in workers and _is_valid(stored, preferred, workers):
             preferred = stored.worker
+            own_bound = max(bound, _KNOWN_SLACK * (self._options.free_requests - 1))
         chosen, reason = preferred, RouteReason.SESSION
-        bound = self._bound(view)
-        if workers[preferred].load.in_flight >= bound:
+        if workers[preferred].load.in_flight >= own_bound:
             reason = RouteReason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
         if targets is None:
