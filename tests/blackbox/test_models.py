@@ -254,3 +254,21 @@ async def test_a_chats_answer_counts_as_held_when_the_next_turn_shows_it(serve, 
         reply = await client.post("/v1/completions", json=turn)
     # Of the 200 tokens of prompt and answer the engine has all but the last one: 12 blocks of 16.
     assert int(reply.headers["x-kvroute-hit-tokens"]) == 192
+
+
+@pytest.mark.parametrize(("tokens", "is_silent"), [(500, False), (700, True)])
+async def test_a_worker_is_silent_only_if_a_whole_block_of_its_own_size_was_computed(
+    serve, worker, tokens: int, is_silent: bool
+) -> None:
+    engine = await worker(544)
+    running = await serve("--worker", engine.url, "--strategy", "kvaware", "--set", "kv_events.silent_s=0.01")
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        await until(lambda: is_ready(client), within_s=60)
+        for number in range(12):
+            prompt = [number, *range(tokens - 1)]
+            await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1})
+        notes = (await client.get("/ready")).json()["notes"]
+    if is_silent:
+        assert [each for each in notes if ": silent (" in each and "enable_kv_cache_events" in each], notes
+    else:
+        assert notes == []

@@ -431,24 +431,17 @@ class Ledger:
         if tier is None:
             self.counts.unusable += len(hashes)
             return True
-        group, left = event.group_idx, event.remaining_copy_counts
-        if left is not None and (len(left) != len(event.block_hashes) or min(left, default=0) < 0):
-            left = None
-        if left is not None and len(hashes) != len(left):
-            places = {block_hash: place for place, block_hash in enumerate(event.block_hashes)}
-            left = [left[places[block_hash]] for block_hash in hashes]
+        group = event.group_idx
         if group is not None and group != (self._group or 0):
             if tier is Tier.GPU:
-                self._others.removed(group, hashes, left)
+                self._others.removed(group, hashes, _left_of(event, hashes))
             else:
                 self.counts.passed_over += len(hashes)
             return True
+        if event.remaining_copy_counts is not None:
+            hashes = self._without_copies(tier, hashes, _left_of(event, hashes))
         release, certain = self._held.release, True
-        for place, block_hash in enumerate(hashes):
-            if left is not None:
-                self._held.set_copies(tier, block_hash, left[place])
-                if left[place]:
-                    continue
+        for block_hash in hashes:
             if not release(tier, block_hash) and not self._orphans.discard(block_hash):
                 self.counts.unknown_removed += 1
                 if tier is Tier.GPU:
@@ -461,6 +454,16 @@ class Ledger:
         """As an event that clears the whole cache: it is known to be empty, but no event says so yet."""
         # vLLM publishes the event with its next step, so an idle engine publishes none.
         self._cleared()
+
+    def _without_copies(
+        self, tier: Tier, hashes: Sequence[ExternalBlockHash], left: Sequence[int] | None
+    ) -> Sequence[ExternalBlockHash]:
+        """Note how many copies of each block are left; returns the blocks without one."""
+        if left is None:
+            return hashes
+        for block_hash, copies in zip(hashes, left, strict=True):
+            self._held.set_copies(tier, block_hash, copies)
+        return [block_hash for block_hash, copies in zip(hashes, left, strict=True) if not copies]
 
     def _cleared(self) -> None:
         """vLLM emptied its own prefix cache. LMCache keeps its blocks and announces their removal itself."""
@@ -542,3 +545,14 @@ class Ledger:
                         self._hashless.pop(key, None)
                     parent_key = key
                 hashes.extend(event.block_hashes)
+
+
+def _left_of(event: BlockRemoved, hashes: Sequence[ExternalBlockHash]) -> Sequence[int] | None:
+    """The remaining copies of `hashes`, which are some of the event's; None if the event does not say."""
+    left = event.remaining_copy_counts
+    if left is None or len(left) != len(event.block_hashes) or min(left, default=0) < 0:
+        return None
+    if len(hashes) == len(left):
+        return left
+    counts = dict(zip(event.block_hashes, left, strict=True))
+    return [counts[block_hash] for block_hash in hashes]
