@@ -6,6 +6,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,28 @@ async def test_a_model_with_harmony_is_exact_if_the_worker_computes_with_the_sam
     assert (source.mode, source.through, source.refused) == (Mode.LOCAL, "harmony", frozenset())
     assert "17 samples agree" in source.why
     assert found == ExactPrompts(worker.computes.prompts(request), Mode.LOCAL)
+
+
+async def test_a_model_whose_prompts_have_the_date_is_compared_again_on_another_day(
+    threads: TokenThreads, make_worker: Any, write_model: Any
+) -> None:
+    day = date(2026, 11, 28)
+    dated = write_model("{{ strftime_now('%d') }}{{ messages[0].content }}")
+    async with client(make_worker()) as http:
+        exact = ExactTokens(threads, http, today=lambda: day)
+        await exact.prepare("plain", folder=write_model(), url=URL)
+        assert not exact.shows_dates
+    worker = make_worker()
+    worker.tokenizer = LocalTokenizer(load_model(dated), SegmentCache(0))
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http, today=lambda: day)
+        await exact.prepare("dated", folder=dated, url=URL)
+        assert exact.shows_dates
+        assert not exact.is_of_another_day("dated")
+        day = date(2026, 11, 29)
+        assert exact.is_of_another_day("dated")
+        await exact.prepare("dated", folder=dated, url=URL)
+        assert not exact.is_of_another_day("dated")
 
 
 async def test_files_that_disagree_leave_tokenizing_to_the_worker_and_name_the_difference(
