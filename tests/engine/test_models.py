@@ -44,6 +44,8 @@ class Subject:
     architecture: str
     blocks: int
     unit: int = 32
+    has_chats: bool = True
+    """False: chats are sent as completions. gpt-oss' chats need the vocabulary of Harmony."""
     is_exact: bool = True
     """False: the gateway may give a reason instead of an exact number (window or Mamba layers only)."""
 
@@ -51,7 +53,7 @@ class Subject:
 SUBJECTS = (
     Subject("llama", 90),
     Subject("llama_eagle", 90),
-    Subject("gpt_oss", 150),
+    Subject("gpt_oss", 150, has_chats=False),
     Subject("gemma3", 260),
     Subject("llama4", 220),
     Subject("qwen3_next", 90, unit=288),
@@ -85,6 +87,8 @@ def kinds(subject: Subject) -> tuple[EngineKind, EngineKind]:
         if architecture.drafter:
             drafting["model"] = str(Path(tempfile.gettempdir()) / f"kvroute-drafter-{architecture.drafter}")
         args += ["--speculative-config", json.dumps(drafting)]
+    if subject.architecture.startswith("gpt_oss"):
+        args += ["--tool-call-parser", "openai"]
     kind = EngineKind(
         Model(subject.architecture, writer(subject.architecture)),
         blocks=subject.blocks,
@@ -109,11 +113,12 @@ class Workload:
     """Chats, questions about shared documents, forks of a system prompt, and repeats, one after another.
     Lengths are in units: blocks of the model. Mutable: the open chats and what was asked."""
 
-    def __init__(self, url: str, words: list[str], unit: int, seed: str) -> None:
+    def __init__(self, url: str, words: list[str], subject: Subject, seed: str) -> None:
         self.log: list[Asked] = []
+        self._has_chats = subject.has_chats
         self._url = url
         self._words = words
-        self._unit = unit
+        self._unit = subject.unit
         self._random = random.Random(seed)
         self._system = self.text(3.3)
         self._documents = [self.text(units) for units in (4.2, 3.1, 5.4)]
@@ -133,8 +138,14 @@ class Workload:
             self._chats = [*self._chats[-3:], [{"role": "system", "content": self._system}]]
         messages = self._random.choice(self._chats)
         messages.append({"role": "user", "content": self.text(0.7)})
-        answer = await self._ask(http, "chat/completions", {"messages": messages, "max_tokens": 12})
-        messages.append({"role": "assistant", "content": answer["message"]["content"] or ""})
+        if self._has_chats:
+            answer = await self._ask(http, "chat/completions", {"messages": messages, "max_tokens": 12})
+            said = answer["message"]["content"] or ""
+        else:
+            prompt = "".join(message["content"] for message in messages)
+            answer = await self._ask(http, "completions", {"prompt": prompt, "max_tokens": 12})
+            said = answer["text"]
+        messages.append({"role": "assistant", "content": said})
         if len(messages) > 11:
             self._chats.remove(messages)
 
@@ -183,7 +194,7 @@ async def test_what_is_promised_is_found(subject, leased, run_gateway, words, ca
         engine.name = name
     async with run_gateway(leased, "kvaware", *PATIENT) as gateway:
         await both_routable(gateway.url, len(leased))
-        workload = Workload(gateway.url, words, subject.unit, f"{SEED} {subject.architecture}")
+        workload = Workload(gateway.url, words, subject, f"{SEED} {subject.architecture}")
         async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
             await workload.run(http, REQUESTS)
 
