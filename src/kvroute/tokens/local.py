@@ -257,7 +257,7 @@ class LocalTokenizer:
         """The ids of Harmony's messages. Not in `cache`: a client may send their JSON as text."""
         self._harmony = None if files.harmony is None else HarmonyTurns(files.harmony, self._messages)
         self._windows = {
-            id(template): Windows(template, files.cutter, self._parts, Proofs())
+            id(template): Windows(template, files.cutter, self._parts, Proofs(), self._flags)
             for template in files.templates.values()
             if not template.is_separable
         }

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from kvroute.blocks.known_prompts import PrefixIds
 from kvroute.lru import Lru
-from kvroute.tokens.chat import Chat, render_chat
+from kvroute.tokens.chat import Chat, EngineFlags, render_chat
 from kvroute.tokens.encoders import Cutter, joined
 from kvroute.tokens.options import Inexact
 from kvroute.tokens.reading import TokenIds
@@ -120,8 +120,16 @@ class Proofs:
 class Windows:
     """Renders and tokenizes the next turns of chats with one template. Thread-safe; only `proofs` changes."""
 
-    def __init__(self, template: ChatTemplate, cutter: Cutter, encode: EncodeParts, proofs: Proofs) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        cutter: Cutter,
+        encode: EncodeParts,
+        proofs: Proofs,
+        flags: EngineFlags | None = None,
+    ) -> None:
         self._template = template
+        self._flags = flags
         self._cutter = cutter
         self._encode = encode
         self.proofs = proofs
@@ -175,7 +183,7 @@ class Windows:
         return Turn(window, stable, joined(parts[count:]), kind)
 
     def _rendered(self, chat: Chat, messages: Messages) -> str:
-        return render_chat(Chat(list(messages), chat.tools, chat.kwargs), self._template)
+        return render_chat(Chat(list(messages), chat.tools, chat.kwargs), self._template, self._flags)
 
     def _smaller(self, chat: Chat, window: Window, segments: Sequence[str]) -> tuple[Window, int] | None:
         """A window with fewer messages, and how many segments of the text it leaves out.
