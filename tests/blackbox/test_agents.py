@@ -119,7 +119,9 @@ def opencode(agent: Agent) -> tuple[str, dict[str, str], dict[str, Any]]:
             messages.append({"role": "user", "content": agent.asked(0)})
     return "/v1/chat/completions", {"x-session-affinity": agent.id, "x-opencode-session": agent.id}, {
         "model": MODEL, "messages": messages, "max_tokens": 16,
-        "tools": [{"type": "function", "function": {"name": "read", "description": agent.shared}}],
+        "tools": [{"type": "function", "function": {
+            "name": "read", "description": agent.shared, "parameters": {"type": "object"}
+        }}],
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tests.support.sockets import tcp_server
 VERSION = "2.1.177"
 INSTALL_S, TURN_S = 240, 120
 MODEL = "sim-model"
+REQUEST = '"path": "/v1/messages"'
 SWITCHED_OFF = (
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
     "DISABLE_AUTOUPDATER",
@@ -123,13 +124,13 @@ async def test_claude_codes_second_turn_hits_the_cache_of_the_first(serve, sim, 
 
     async def turn(*words: str) -> list[dict[str, Any]]:
         """Run one turn; the gateway's lines of its requests. The worker's answers end at their limit."""
-        seen = len(gateway.lines)
+        before = [line for line in gateway.lines if REQUEST in line]
         async with asyncio.timeout(TURN_S):
             _, output = await run(node, str(launcher), "-p", *words, env=env, cwd=work)
-        lines = [json.loads(line) for line in gateway.lines[seen:]]
-        found = [line for line in lines if line.get("path") == "/v1/messages"]
-        assert found, output[-2_000:]
-        return found
+        sent = sum([len(await messages_of(url)) for url in workers])
+        assert sent > len(before), output[-2_000:]
+        await gateway.logged(REQUEST, sent)  # lines of requests are written together, a little later
+        return [json.loads(line) for line in gateway.lines if REQUEST in line][len(before) :]
 
     first = await turn("Say hello.")
     second = await turn("--continue", "Say it again.")
