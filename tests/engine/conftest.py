@@ -302,13 +302,16 @@ async def routable_gateway(
         yield gateway
 
 
-async def both_routable(url: str, count: int) -> None:
+async def both_routable(url: str, count: int, known: Sequence[str] = ()) -> None:
     """Wait until the gateway at `url` has `count` healthy workers, and nothing more to say of them: their
-    caches are followed and their tokens known, where its strategy asks for that."""
+    caches are followed and their tokens known, where its strategy asks for that. Notes with one of the texts
+    in `known` are expected."""
     async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(GATEWAY_READY_S):
         while True:
             ready = (await http.get(f"{url}/ready")).json()
-            if [*ready["workers"].values()].count("healthy") >= count and not ready["notes"]:
+            if [*ready["workers"].values()].count("healthy") >= count and not [
+                note for note in ready["notes"] if not any(text in note for text in known)
+            ]:
                 return
             await asyncio.sleep(0.05)
 

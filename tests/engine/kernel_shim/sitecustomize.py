@@ -17,7 +17,9 @@ KERNELS = {
 }
 
 
-def write_zeros(self, first, output, *args, **kwargs):
+def write_zeros(self, *args, **kwargs):
+    """In place of a kernel: its second argument, by place or by name, is `output`."""
+    output = kwargs["output"] if "output" in kwargs else args[1]
     output.zero_()
 
 
