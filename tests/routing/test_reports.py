@@ -95,7 +95,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
     answers.add(1, 5, 100, 10)  # type: ignore[arg-type]
     discounts.forget(1)
     answers.forget(1)
-    assert (discounts.mapped, answers.by_worker) == ({}, {})
+    assert (discounts.mapped, answers.by_unit) == ({}, {})
     discounts.reported(1, True, 1000, 0, 16)
     assert discounts.mapped == {}
 
@@ -104,5 +104,5 @@ def test_the_last_token_of_an_answer_is_not_held_and_old_answers_are_dropped() -
     answers = Answers()
     for key in range(5000):
         answers.add(1, key, 100, 10)  # type: ignore[arg-type]
-    assert answers.by_worker[1][4999] == 109  # type: ignore[index]
-    assert len(answers.by_worker[1]) == 4096
+    assert answers.by_unit[1][4999] == 109  # type: ignore[index]
+    assert len(answers.by_unit[1]) == 4096

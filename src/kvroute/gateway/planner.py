@@ -367,12 +367,10 @@ class Planner:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        model = space.model
-        if session is None:
-            return RouteQuery(
-                model, now, tuple(keys), tokens, None, request.stream, fingerprint, exact, inexact, can_move
-            )
-        key, parent = session
+        model, key, parent, session_worker = space.model, None, None, None
+        if session is not None:
+            key, parent = session
+            session_worker = self._router.sessions.worker(model, key)
         return RouteQuery(
             model,
             now,
@@ -384,7 +382,7 @@ class Planner:
             exact,
             inexact,
             can_move,
-            self._router.sessions.worker(model, key),
+            session_worker,
             parent,
             request.reads_cache,
             takes_rank,
