@@ -152,6 +152,8 @@ class FakeEngine:
             return 200, b'{"success": true}'
         if path not in _COMPUTED:
             return 404, b"{}"
+        if b"return_token_ids" in body:  # a sample of the gateway's, which has no tokenizer to compare here
+            return 400, b'{"error": {"message": "return_token_ids is not known"}}'
         given = headers.get("x-data-parallel-rank", "")
         if given.isdigit() and int(given) >= self.ranks:
             return 400, b'{"error": {"message": "data_parallel_rank is out of range"}}'

@@ -196,7 +196,8 @@ class Router:
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
         self.reports = Reports(Discounts(), Answers())
         """What answers have taught about the predictions."""
-        views = CacheViews(caches or NoMap(), self._in_flight, self._transfers, self.reports)
+        self._caches = caches or NoMap()
+        views = CacheViews(self._caches, self._in_flight, self._transfers, self.reports)
         self._strategies: dict[str, Strategy] = {
             name: make(getattr(options, name), self._costs, history, views)
             for name, make in STRATEGIES.items()
@@ -520,6 +521,8 @@ class Router:
         for unit in worker.units:
             self._history.forget(unit)
             self.reports.forget(unit)
+        for place in self._caches.places(worker):
+            self._in_flight.forget(place.slot)  # prompts that have ended, and whose events are not applied
 
     def history_cleared(self, worker: Worker, rank: int) -> None:
         """Drop the history of one rank, or of a worker with one rank, whose cache is empty."""
