@@ -75,6 +75,7 @@ READS_WALL = {
     "deploy/prepare.py": "dates of a self-signed certificate",
     "deploy/up.py": "the same as `kvroute ps`",
     "doctor/gather.py": "compares the clocks of two machines",
+    "tokens/harmony.py": "the date of a chat of gpt-oss, as vLLM gives it",
     "tokens/local.py": "the date for a chat template, as vLLM gives it",
     "tokens/template.py": "the same",
 }

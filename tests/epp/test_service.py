@@ -327,6 +327,7 @@ async def test_events_of_the_worker_show_the_first_token(run_proxy: RunProxy, ch
     async with run_proxy(1, options, change=change, **sections) as proxy:
         (worker,), caches = proxy.picker.runtime.fleet.workers(), proxy.picker.runtime.router.caches
         await until(lambda: [place.trust for place in caches.places(worker)] == [MapTrust.WHOLE])
+        await until(lambda: not proxy.picker.runtime.cache_tracker.notes())  # the tokens are known
         body = chat("word " * 2000, stream=True, max_tokens=1000, ignore_eos=True)
         async with proxy.client.stream("POST", CHAT, json=body) as answer:
             chunks = answer.aiter_bytes()

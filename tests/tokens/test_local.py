@@ -157,7 +157,7 @@ def test_truncation_keeps_the_same_tokens_as_the_engine(
             {"prompt": "Hi", "truncate_prompt_tokens": 2, "truncation_side": "up"},
             TokensReason.UNREADABLE,
         ),
-        ("embeddings", {"input": "Hi"}, TokensReason.UNSUPPORTED),
+        ("rerank", {"query": "Hi", "documents": ["a"]}, TokensReason.UNSUPPORTED),
     ],
 )
 def test_a_prompt_without_exact_tokens_gives_a_reason(
@@ -194,8 +194,9 @@ def test_an_invocation_is_read_by_its_fields(plain: LocalTokenizer, make_request
 
     assert invoke(messages=messages) == plain.prompts(make_request(messages=messages))
     assert invoke(prompt="Hi") == plain.prompts(make_request("completions", prompt="Hi"))
+    assert invoke(input="Hi") == plain.prompts(make_request("embeddings", input="Hi"))
     with pytest.raises(Inexact):
-        invoke(input="Hi")
+        invoke(query="Hi", documents=["a"])
 
 
 def test_a_model_without_a_template_has_no_chats(write_model: Write, make_request: Any) -> None:

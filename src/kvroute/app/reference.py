@@ -158,6 +158,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "Tokens": {
             "exact_prompts": "How many requests are routed with exact tokens?",
             "inexact_prompts": "Why are the others routed without?",
+            "next_turns": "Are next turns tokenized from memory, and is that right?",
             "token_wait_seconds": "What is the latency of the tokenizer?",
             "tokenizing_cpu_seconds": "How much CPU time does tokenizing need?",
             "isolated_requests": "How many requests get a key space of their own?",

@@ -407,6 +407,8 @@ def _stream(worker: WorkerSeen, stream: Stream) -> Found:
             'Set `"endpoint": "tcp://*:PORT"` in --kv-events-config and open the port towards the gateway; '
             "or let the worker connect to the gateway, with kv_events.bind.",
         )
+    elif worker.cache.prefix_caching is False:
+        return  # it publishes nothing, and `_prefix_caching` says so
     elif stream.messages == 0 and not any(each.messages for each in worker.streams):
         yield error(
             "events-silent",
