@@ -71,6 +71,8 @@ async def test_another_gateway_takes_over_and_predicts_exactly(
         options = {
             "routing.strategy": "kvaware",
             "tokens.timeout_ms": 5000,
+            # Chunks of samples would be in L2 and, once L1 is cleared, not in L1.
+            "tokens.computed_samples": "false",
             "lmcache.instance": "w",
             "lmcache.coordinator.enabled": "true",
             "lmcache.coordinator.listen": f"127.0.0.1:{listens[number]}",

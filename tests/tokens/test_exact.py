@@ -117,6 +117,20 @@ async def test_a_model_whose_files_agree_with_the_worker_is_tokenized_here(
     assert worker.asked == []
 
 
+async def test_nothing_is_computed_for_the_comparison_where_the_option_says_so(
+    threads: TokenThreads, make_worker: Any, write_model: Any
+) -> None:
+    worker = make_worker()
+    worker.computes = worker.tokenizer
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http, computed_samples=False)
+        source = await exact.prepare("tiny", folder=write_model(), url=URL)
+
+    assert source.mode is Mode.LOCAL
+    assert "(/tokenize)" in source.why
+    assert not [path for path, body in worker.asked if "return_token_ids" in body]
+
+
 async def test_files_are_compared_with_what_the_worker_computes_with_and_not_with_its_tokenize(
     threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any
 ) -> None:

@@ -160,6 +160,7 @@ class Tokenizing:
             cache_bytes=options.cache_mib * 1024 * 1024,
             allow_fastokens=options.fastokens,
             harmony_vocabulary=options.harmony_vocabulary,
+            computed_samples=options.computed_samples,
         )
         version = Prober(client, timeout_s=_VERSION_TIMEOUT_S)
         self._sources = TokenSources(self._tokens, fleet, clock, options, version)

@@ -347,12 +347,14 @@ class ExactTokens:
         check_timeout_s: float = 5.0,
         allow_fastokens: bool = True,
         harmony_vocabulary: Path | None = None,
+        computed_samples: bool = True,
         today: Callable[[], date] = date.today,
     ) -> None:
         self._today = today
         self._days: dict[str, date] = {}
         self._threads = threads
         self._harmony_vocabulary = harmony_vocabulary
+        self._computed_samples = computed_samples
         self._remote = RemoteTokenizer(client, flags)
         self._flags = flags or EngineFlags()
         self._cache_bytes = cache_bytes
@@ -404,7 +406,14 @@ class ExactTokens:
         model's files.
         """
         self._billing[model] = billing or self._flags.billing
-        engine = _Engine(self._remote, model, url, self._check_timeout_s, self._billing[model])
+        engine = _Engine(
+            self._remote,
+            model,
+            url,
+            self._check_timeout_s,
+            self._billing[model],
+            may_compute=self._computed_samples,
+        )
         await engine.choose()
         local, source = await self._local_source(model, folder, engine, root)
         if source.mode is Mode.NONE or source.refused:
@@ -561,13 +570,21 @@ class _Engine:
     """
 
     def __init__(
-        self, remote: RemoteTokenizer, model: str, url: str, timeout_s: float, billing: BillingRule
+        self,
+        remote: RemoteTokenizer,
+        model: str,
+        url: str,
+        timeout_s: float,
+        billing: BillingRule,
+        *,
+        may_compute: bool,
     ) -> None:
         self._remote = remote
         self._model = model
         self._url = url
         self._timeout_s = timeout_s
         self._billing = billing
+        self._may_compute = may_compute
         self.renders = False
         self.computes = False
         self.is_harmony = False
@@ -598,7 +615,7 @@ class _Engine:
         try:
             if self.renders:
                 return (await self._prompts(request, RemoteEndpoint.RENDER))[0]
-            return (await self._computed(request))[0]
+            return (await self._computed(request))[0] if self._may_compute else None
         except Inexact:
             return None
 

@@ -70,6 +70,13 @@ class TokensOptions(Options):
         "Folder with `o200k_base.tiktoken`, for chats of gpt-oss, if `openai-harmony` is installed. "
         "`oss-harmony` (`kvroute[harmony]`) needs no folder. kvroute fetches nothing.",
     )
+    computed_samples: Annotated[bool, Switch] = option(
+        True,
+        "Compare token ids with those that a worker computes with: it is sent up to 17 short requests of one "
+        "token for each model, if it has no `/render` endpoints.",
+        higher="on: also models whose chats are rendered otherwise than by `/tokenize` are compared rightly",
+        lower="off: workers compute nothing for the comparison, which is with `/tokenize` then",
+    )
     chat_template_kwargs: dict[str, Any] = option(
         description="The workers' `--default-chat-template-kwargs`.", default_factory=dict
     )
