@@ -369,6 +369,8 @@ async def test_an_event_stream_that_is_cut_costs_its_workers_map_until_it_is_bac
         publisher.endpoint, publisher.replay_endpoint = (each.address for each in lines)
         config = sections()
         config["kv_events"] = {"idle_check_s": 0.1, "replay_timeout_s": 0.1, "retry_s": 0.1}
+        # Without blocks of samples, so that held blocks are those of the prompt.
+        config["tokens"] = {**config.get("tokens", {}), "computed_samples": False}
         workers = [*(sim.url for sim in sims), worker_of(held)]
         async with run_gateway(workers, **config) as running:
             await until_ready(running)
