@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from tests.engine.endpoints import ADMIN_KEY, Run, endpoints, prompts
+from tests.engine.endpoints import ADMIN_KEY, WITHOUT_SAMPLES, Run, endpoints, prompts
 from tests.engine.forging import Forging
 from tests.engine.pool import (
     MOST_ENGINES,
@@ -271,7 +271,7 @@ def run_gateway(logs: Path) -> StartGateway:
         argv += ["--strategy", strategy, *options]
         for engine in workers:
             argv += ["--worker", f"{engine.name}={engine.url}"]
-        env = {**os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
+        env = {**WITHOUT_SAMPLES, **os.environ, "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
         spec = ChildSpec("gateway", tuple(argv), env, logs / f"gateway-{port}.log")
         async with ChildProcess(spec, SystemClock()) as process:
             url = f"http://127.0.0.1:{port}"

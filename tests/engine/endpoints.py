@@ -25,6 +25,8 @@ from kvroute.deploy.engine_install import write_tiny_model
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec, StateFolder
 
+WITHOUT_SAMPLES = {"KVROUTE__TOKENS__COMPUTED_SAMPLES": "false"}
+"""The tests count blocks and chunks: no requests but theirs. A test that needs samples sets the variable."""
 ADMIN_KEY = "admin-key"
 ROOT = Path(__file__).parents[2]
 READY_S = 600.0
@@ -293,7 +295,12 @@ def endpoints(engine: Path, logs: Path, new_folder: Callable[[str], Path]) -> Ru
         argv = [sys.executable, "-m", "kvroute", "up", "-f", str(file), "--port", str(port), *options]
         argv += ["--engine-venv", str(engine)]
         # Engines inherit VLLM_SERVER_DEV_MODE, which adds the route that resets the prefix cache.
-        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVROUTE__ADMIN__API_KEY": ADMIN_KEY}
+        env = {
+            **WITHOUT_SAMPLES,
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "KVROUTE__ADMIN__API_KEY": ADMIN_KEY,
+        }
         child = ChildSpec("up", tuple(argv), env, logs / f"{folder.name}.log", folder, stop_grace_s=90.0)
         limits = httpx.Limits(max_keepalive_connections=0)
         with nothing_is_left() as left:

@@ -18,7 +18,10 @@ MODELS = (BASE, *ADAPTERS)
 OPTIONS = SimOptions(time_scale=0, loras=dict.fromkeys(ADAPTERS, BASE))
 PROMPT = list(range(10, 650))
 TEXT = "one two three " * 300
-KVAWARE: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
+KVAWARE: dict[str, Any] = {
+    "routing": {"strategy": "kvaware"},
+    "tokens": {"timeout_ms": 10_000, "computed_samples": False},
+}
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def sections(**lmcache: Any) -> dict[str, Any]:
     coordinator = {"enabled": True, "listen": "127.0.0.1:0", "chunk_tokens": CHUNK}
     return {
         "routing": {"strategy": "kvaware"},
-        "tokens": {"timeout_ms": 10_000},
+        "tokens": {"timeout_ms": 10_000, "computed_samples": False},
         "lmcache": {"coordinator": {**coordinator, **lmcache.pop("coordinator", {})}, **lmcache},
     }
 

@@ -199,7 +199,7 @@ async def test_explain_decisions_and_metrics_name_both_workers(run_fleet):
 
 KVAWARE: dict[str, Any] = {
     "routing": {"strategy": "kvaware", "prefill_decode": {"threshold_tokens": 256}},
-    "tokens": {"timeout_ms": 10_000},
+    "tokens": {"timeout_ms": 10_000, "computed_samples": False},
     "fleet": {"health": {"metrics_interval_s": 0.05, "interval_s": 0.05}},
 }
 

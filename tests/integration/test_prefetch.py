@@ -63,7 +63,7 @@ def sections(*, prefetch: bool) -> dict[str, Any]:
     return {
         # By the gateway's estimate each earlier request delays the next one by minutes.
         "routing": {"strategy": "kvaware", "costs": {"token_us": 1e6}},
-        "tokens": {"timeout_ms": 10_000},
+        "tokens": {"timeout_ms": 10_000, "computed_samples": False},
         "lmcache": {
             "coordinator": {"enabled": True, "listen": "127.0.0.1:0", "chunk_tokens": CHUNK},
             "prefetch": {"enabled": prefetch, "delay_s": 0, "timeout_s": 20},

@@ -30,7 +30,10 @@ COSTS = {"token_us": 1.0, "context_token_ns": 0.02, "iteration_ms": 0.2, "tie_ms
 
 
 def sections(strategy: str) -> dict[str, Any]:
-    return {"routing": {"strategy": strategy, "costs": COSTS}, "tokens": {"timeout_ms": 10_000}}
+    return {
+        "routing": {"strategy": strategy, "costs": COSTS},
+        "tokens": {"timeout_ms": 10_000, "computed_samples": False},
+    }
 
 
 async def until_ready(running) -> None:

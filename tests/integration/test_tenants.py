@@ -21,7 +21,10 @@ PROMPT = list(range(10, 650))
 CACHED = len(PROMPT) - 16
 TEXT = "one two three " * 300
 CHAT = [{"role": "user", "content": TEXT}]
-KVAWARE: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
+KVAWARE: dict[str, Any] = {
+    "routing": {"strategy": "kvaware"},
+    "tokens": {"timeout_ms": 10_000, "computed_samples": False},
+}
 TENANTS = {"a": {}, "b": {}, "c": {"tenant": "pair"}, "d": {"tenant": "pair"}}
 """Names of keys: `a` and `b` are tenants, `c` and `d` are one together. Each key is its name and `-key`."""
 NAMES = (*TENANTS, "plain")
