@@ -274,7 +274,8 @@ async def asked_with_others(strategy: str, seed: int, engines, start_gateway, wo
 @pytest.mark.parametrize("seeds", SEED_SETS)
 async def test_knows_of_a_reset(seeds, engines, start_gateway, words, capsys) -> None:
     """Both workers hold the same documents; then one worker's cache is reset, each worker once. A strategy
-    that knows about the reset uses the other worker."""
+    that knows about the reset uses the other worker, so that each question finds its whole document.
+    `prefixaware` learns from the answers that its predictions fail, after three of them."""
     ratios = []
     for seed in seeds:
         ours, theirs = [
@@ -287,13 +288,14 @@ async def test_knows_of_a_reset(seeds, engines, start_gateway, words, capsys) ->
             for strategy in ("kvaware", "prefixaware")
         ]
         ratios.append(ours / theirs)
+        assert ours == len(engines) * 12 * (500 // BLOCK * BLOCK)
         with capsys.disabled():
             print(
                 f"\nseed {seed}, one cache reset: kvaware finds {ours:,} cached tokens, "
                 f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
             )
 
-    assert statistics.median(ratios) >= 1.2
+    assert statistics.median(ratios) >= 1.1
 
 
 async def asked_after_a_reset(strategy: str, seed: str, engines, reset: int, start_gateway, words) -> int:
