@@ -50,7 +50,19 @@ class Gateway:
         await until(condition)
 
     async def until_healthy(self, count: int) -> None:
-        await self.until(lambda: self.runtime.fleet.states()[HealthState.HEALTHY] >= count)
+        """Wait for so many workers, and for the models of those that were only too slow to report them.
+
+        A worker is healthy before its models are known, if `/v1/models` was not answered within a probe's time;
+        on a busy machine that happens, and until the next probe its requests get 503.
+        """
+        await self.until(
+            lambda: (
+                self.runtime.fleet.states()[HealthState.HEALTHY] >= count
+                and not any(
+                    "gave no answer" in worker.models_trouble for worker in self.runtime.fleet.workers()
+                )
+            )
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels."""
