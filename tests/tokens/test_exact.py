@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.blocks.media import MediaItem
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import parse_request
 from kvroute.tokens.encoders import SegmentCache
@@ -44,6 +45,8 @@ class Worker:
         self.asked: list[tuple[str, Any]] = []
         self.delay_s = 0.0
         self.features: Any = None
+        self.media: Any = None
+        """The features of chats with images, which are the ids 1, 2, 2, 3, 4, 4 for this worker."""
         self.computes: LocalTokenizer | None = None
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -51,6 +54,8 @@ class Worker:
         self.asked.append((request.url.path, body))
         await asyncio.sleep(self.delay_s)
         path = request.url.path
+        if self.media is not None and path.endswith("/render") and b"image_url" in request.content:
+            return httpx.Response(200, json={"token_ids": [1, 2, 2, 3, 4, 4], "features": self.media})
         if path.startswith("/v1/") and not path.endswith("render") and self.computes is not None:
             return self.compute(path, body)
         if path == "/tokenize":
@@ -377,7 +382,7 @@ async def test_a_body_that_tokenize_does_not_support_gives_a_reason(
 
 async def test_rendered_media_give_no_tokens(make_worker: Any, make_request: Any) -> None:
     worker = make_worker(renders=True)
-    worker.features = {"mm_hashes": {}}
+    worker.features = {"mm_hashes": {}, "mm_placeholders": {}}
     async with client(worker) as http:
         with pytest.raises(Inexact) as refused:
             await RemoteTokenizer(http).prompts(
@@ -385,6 +390,67 @@ async def test_rendered_media_give_no_tokens(make_worker: Any, make_request: Any
             )
 
     assert refused.value.reason is TokensReason.MEDIA
+
+
+IMAGES = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+async def test_a_request_with_images_has_the_ids_and_media_that_the_worker_renders(
+    threads: TokenThreads, make_worker: Any, write_model: Any, make_request: Any, has_files: bool
+) -> None:
+    worker = make_worker(renders=True)
+    worker.media = {
+        "mm_hashes": {"video": ["v"], "image": ["a"]},
+        "mm_placeholders": {"video": [{"offset": 4, "length": 2}], "image": [{"offset": 1, "length": 2}]},
+    }
+    request = make_request(messages=[{"role": "user", "content": [IMAGES]}])
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        source = await exact.prepare("tiny", folder=write_model() if has_files else None, url=URL)
+        quick = exact.prompts_if_quick(request, model="tiny")
+        found = await exact.prompts(request, model="tiny", url=URL)
+        off = ExactTokens(threads, http, media_keys=False)
+        await off.prepare("tiny", folder=write_model() if has_files else None, url=URL)
+        not_asked = await off.prompts(request, model="tiny", url=URL)
+
+    assert source.mode is (Mode.LOCAL if has_files else Mode.REMOTE)
+    assert quick is None
+    assert found == ExactPrompts(
+        (array("I", [1, 2, 2, 3, 4, 4]),), Mode.REMOTE, ((MediaItem(1, "a"), MediaItem(4, "v")),)
+    )
+    assert not_asked is TokensReason.MEDIA
+    asked = [body["mm_payload"] for path, body in worker.asked if "image_url" in json.dumps(body)]
+    assert asked == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "places"), [({"image": ["a"]}, {}), ({"image": ["a", "b"]}, {"image": [{"offset": 1}]})]
+)
+async def test_media_without_their_places_give_no_tokens(
+    threads: TokenThreads, make_worker: Any, make_request: Any, hashes: Any, places: Any
+) -> None:
+    worker = make_worker(renders=True)
+    worker.media = {"mm_hashes": hashes, "mm_placeholders": places}
+    request = make_request(messages=[{"role": "user", "content": [IMAGES]}])
+    async with client(worker) as http:
+        exact = ExactTokens(threads, http)
+        await exact.prepare("tiny", folder=None, url=URL)
+
+        assert await exact.prompts(request, model="tiny", url=URL) is TokensReason.WORKER_FAILED
+
+
+async def test_images_that_are_rendered_late_are_not_counted_as_a_slow_tokenizer(
+    make_worker: Any, make_request: Any
+) -> None:
+    worker = make_worker(renders=True)
+    worker.delay_s = 30
+    request = make_request(messages=[{"role": "user", "content": [IMAGES]}])
+    async with client(worker) as http:
+        with pytest.raises(Inexact) as refused:
+            await RemoteTokenizer(http).with_media(request, model="tiny", url=URL, timeout_s=0.001)
+
+    assert refused.value.reason is TokensReason.MEDIA_LATE
 
 
 async def test_a_slow_worker_is_late(make_worker: Any, make_request: Any) -> None:

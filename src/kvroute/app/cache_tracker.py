@@ -19,7 +19,7 @@ from kvroute.app.config import Config
 from kvroute.app.lmcache import LMCache
 from kvroute.app.tokenizing import Tokenizing
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import BlockKey, Tier
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, NotFound
 from kvroute.events.ingest import EventIngest, Stream, StreamFigures
@@ -414,6 +414,8 @@ class CacheTracker:
             keys, followed, ahead = prompt.keys, ids, stream.ledger.lookahead
             if ahead:
                 keys, followed = prompt.keys_ahead(ahead), ids[ahead:]
+            elif len(keys) * KEY_TOKENS > len(ids):  # of a prompt with images `ids` end before the first one
+                keys = keys[: len(ids) // KEY_TOKENS]
             stream.prompts.note(KnownPrompt(model, ids, keys, prompt.salt))
             if cached_tokens and stream.reason is not None:
                 stream.ledger.confirm(keys, followed, cached_tokens, adapter=prompt.adapter)

@@ -161,6 +161,7 @@ class Tokenizing:
             allow_fastokens=options.fastokens,
             harmony_vocabulary=options.harmony_vocabulary,
             computed_samples=options.computed_samples,
+            media_keys=options.media_keys,
         )
         version = Prober(client, timeout_s=_VERSION_TIMEOUT_S)
         self._sources = TokenSources(self._tokens, fleet, clock, options, version)

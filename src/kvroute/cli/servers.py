@@ -283,6 +283,7 @@ _SIM_DEFAULTS = SimOptions()
 )
 @click.option("--state-checkpoints", is_flag=True, help="A prefill writes a state inside its last chunk.")
 @click.option("--harmony", is_flag=True, help="Render chats otherwise than /tokenize, as for gpt-oss.")
+@click.option("--scale-out", is_flag=True, help="Have render endpoints, as vLLM with --enable-scale-out.")
 @click.option(
     "--record-requests",
     "recorded_requests",

@@ -18,6 +18,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, adapter_space, mixed_seed, token_keys
+from kvroute.blocks.media import is_media, media_keys, starting_items
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import Blocks, Copies, Runs
 from kvroute.wire.vllm import BlockStored, ExternalBlockHash, Medium, medium_of
@@ -470,9 +471,13 @@ def _keys_with_extra(event: BlockStored, seed: int, extra: Sequence[list[object]
         if entry:
             first = index == 0 and event.parent_block_hash is None
             rest, _ = _without_salt(entry, event.lora_name, first)
-            if rest:
-                key = mixed_seed(key, msgspec.msgpack.encode(rest))
-        key = token_keys(event.token_ids[index * size : (index + 1) * size], key)[-1]
+            other = [value for value in rest if not is_media(value)]
+            if other:  # embeddings, whose content no request shows
+                key = mixed_seed(key, msgspec.msgpack.encode(other))
+            items = starting_items(rest)
+        else:
+            items = iter(())
+        key = media_keys(event.token_ids[index * size : (index + 1) * size], key, items)[-1]
         keys.append(BlockKey(key))
     return keys
 

@@ -13,11 +13,13 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvroute.blocks.chunks import PromptChunks
-from kvroute.blocks.keys import BlockKey, adapter_space
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, adapter_space
 from kvroute.blocks.known_prompts import KeyCache
+from kvroute.blocks.media import MediaItem, media_keys
 from kvroute.errors import InvalidRequest
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
@@ -363,10 +365,13 @@ class Preparer:
             return self._inexact(model, found)
         salt = self._isolation.salt(request, model)
         adapter = model if base else None
-        prompts = []
-        for ids in found.prompts:
+        prompts, seed = [], adapter_space(adapter, salt).seed
+        for ids, media in zip_longest(found.prompts, found.media, fillvalue=()):
             usable, last_id = _usable(ids), ids[-1] if ids else None
-            keys = await self._in_steps(self._keys.steps(usable, adapter_space(adapter, salt).seed))
+            if media:
+                prompts.append(await self._with_media(ids, media, seed, salt, adapter))
+                continue
+            keys = await self._in_steps(self._keys.steps(usable, seed))
             prompts.append(
                 ExactPrompt(len(ids), keys, PromptChunks(usable, last_id), salt, adapter, last_id=last_id)
             )
@@ -374,6 +379,21 @@ class Preparer:
             answers = await self._probe(prompts)
             prompts = [each._replace(probed=held) for each, held in zip(prompts, answers, strict=True)]
         return self._exact(model, prompts)
+
+    async def _with_media(
+        self, ids: Sequence[int], media: Sequence[MediaItem], seed: int, salt: str, adapter: str | None
+    ) -> ExactPrompt:
+        """A prompt with images: its keys contain their identifiers.
+
+        LMCache's chunks and the last id are those of the text before the first one: LMCache hashes its own
+        ids for placeholders (0.5.6), and a key at the prompt's very end is not computed.
+        """
+        usable = _usable(ids)
+        first = media[0].offset // KEY_TOKENS * KEY_TOKENS
+        keys = [*await self._in_steps(self._keys.steps(usable[:first], seed))]
+        rest = (item._replace(offset=item.offset - first) for item in media)
+        keys += media_keys(usable[first:], keys[-1] if keys else seed, rest)
+        return ExactPrompt(len(ids), keys, PromptChunks(usable[: media[0].offset], None), salt, adapter)
 
     def _base(self, model: str) -> str | None:
         """The base model if `model` is a LoRA adapter; otherwise None."""

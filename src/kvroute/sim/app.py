@@ -32,6 +32,7 @@ from kvroute.sim.other_apis import (
 )
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
+from kvroute.sim.rendering import render_chat, render_message, render_response, render_texts
 from kvroute.sim.worker import ReceivedRequest, SimWorker, read_blocks
 
 _json = msgspec.json.Encoder().encode
@@ -174,6 +175,10 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "/v1/embeddings"): embeddings,
     ("POST", "/tokenize"): tokenize,
     ("POST", "/detokenize"): detokenize,
+    ("POST", "/v1/chat/completions/render"): render_chat,
+    ("POST", "/v1/completions/render"): render_texts,
+    ("POST", "/v1/messages/render"): render_message,
+    ("POST", "/v1/responses/render"): render_response,
     ("POST", "/rerank"): rerank,
     ("POST", "/v1/rerank"): rerank,
     ("POST", "/v2/rerank"): rerank,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvroute.sim.prompts import MEDIA_TOKENS
 from kvroute.wire.vllm import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, KvEvent
 
 
@@ -36,6 +37,20 @@ class Chain:
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    media: Sequence[tuple[int, str]] = ()
+    """The offset and the identifier of each image; `token_ids` has placeholders there."""
+
+    def extra_keys(self, start: int, stop: int) -> list[object] | None:
+        """What the hash of the block of these tokens covers besides their ids, as vLLM 0.32 shows it."""
+        extra: list[object] = [self.lora_name] if self.lora_name else []
+        extra += [
+            [identifier, at - start]
+            for at, identifier in self.media
+            if at < stop and at + MEDIA_TOKENS > start
+        ]
+        if start == 0 and self.cache_salt:
+            extra.append(self.cache_salt)
+        return extra or None
 
 
 class Block:
@@ -207,13 +222,8 @@ class PagedCache:
             self._events.append(BlockRemoved([self.external_hash(key)], medium="GPU", group_idx=0))
 
     def _announce(self, chain: Chain, start: int, stop: int, *, first: int) -> None:
-        extra: list[list[object] | None] = []
-        for position in range(start, stop):
-            entry: list[object] = [chain.lora_name] if chain.lora_name else []
-            if position == 0 and chain.cache_salt:
-                entry.append(chain.cache_salt)
-            extra.append(entry or None)
         size = self.block_size
+        extra = [chain.extra_keys(place * size, (place + 1) * size) for place in range(start, stop)]
         self._events.append(
             BlockStored(
                 block_hashes=[self.external_hash(key) for key in chain.keys[start:stop]],

@@ -771,12 +771,6 @@ class GroupedCache(PagedCache):
         size: int,
         starts: list[int],
     ) -> BlockStored:
-        extra: list[list[object] | None] = []
-        for start in starts:
-            entry: list[object] = [chain.lora_name] if chain.lora_name else []
-            if start == 0 and chain.cache_salt:
-                entry.append(chain.cache_salt)
-            extra.append(entry or None)
         return BlockStored(
             block_hashes=[self.external_hash(key) for key in hashes],
             parent_block_hash=None if parent is None else self.external_hash(parent),
@@ -785,7 +779,7 @@ class GroupedCache(PagedCache):
             lora_id=chain.lora_id,
             medium="GPU",
             lora_name=chain.lora_name,
-            extra_keys=extra,
+            extra_keys=[chain.extra_keys(start, start + size) for start in starts],
             group_idx=number,
             kv_cache_spec_kind=group.kind.value,
             kv_cache_spec_sliding_window=group.span if group.kind is GroupKind.WINDOW else None,

@@ -69,6 +69,9 @@ class SimOptions(Options):
         False,
         "Render the chats of /v1/chat/completions otherwise than /tokenize does, as vLLM does for gpt-oss.",
     )
+    scale_out: bool = option(
+        False, "Have render endpoints, which show a request's token ids and media (vLLM: --enable-scale-out)."
+    )
     max_model_len: int = option(131_072, "Longest sum of prompt and answer.", unit="tokens", ge=2)
     answer_tokens: int = option(
         32, "Length of an answer whose request sets no limit.", unit="tokens", ge=1, higher="longer answers"

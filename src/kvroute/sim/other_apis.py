@@ -30,7 +30,7 @@ async def count_tokens(call: Call, worker: SimWorker) -> None:
     try:
         body = call.json()
         model = worker.model(body)
-        chat = prepare(worker, _chat_of_message(body), model, sampling({}, limits=()))
+        chat = prepare(worker, chat_of_message(body), model, sampling({}, limits=()))
     except ApiError as error:
         await _respond_error(call, error)
         return
@@ -53,7 +53,7 @@ async def _answer_message(call: Call, worker: SimWorker) -> None:
     model = worker.model(body)
     stops = body.get("stop_sequences")
     params = sampling({**body, "stop": stops, "stream_options": None}, limits=("max_tokens",))
-    chat = prepare(worker, _chat_of_message(body), model, params)
+    chat = prepare(worker, chat_of_message(body), model, params)
     generation = await worker.submit(call, [chat.prompt], [chat.answers], params, model)
     message_id = worker.new_id("chatcmpl-", call)
     if params.stream:
@@ -146,7 +146,7 @@ def _stop_reason(chat: PreparedChat) -> tuple[str, str | None]:
     return "end_turn", None
 
 
-def _chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a body of /v1/messages to a chat request, as vLLM does."""
     messages: list[Any] = []
     if system := _system_text(body.get("system")):
@@ -216,8 +216,8 @@ async def create_response(call: Call, worker: SimWorker) -> None:
     body = call.json()
     model = worker.model(body)
     params = sampling(body, limits=("max_output_tokens",), session=call.header(b"x-session-id"))
-    messages = _conversation(body, worker)
-    chat = prepare(worker, _chat_of_response(body, messages), model, params)
+    messages = conversation(body, worker)
+    chat = prepare(worker, chat_of_response(body, messages), model, params)
     response_id = body.get("request_id") or worker.new_id("resp_")
     record = _new_record(body, model, response_id, int(worker.clock.wall()))
     stored = StoredResponse(record, messages)
@@ -426,7 +426,7 @@ def _new_record(body: Mapping[str, Any], model: str, response_id: str, created: 
     }
 
 
-def _conversation(body: Mapping[str, Any], worker: SimWorker) -> list[dict[str, Any]]:
+def conversation(body: Mapping[str, Any], worker: SimWorker) -> list[dict[str, Any]]:
     """The messages before the answer: instructions, the stored conversation without its own instructions,
     input."""
     messages: list[dict[str, Any]] = []
@@ -472,7 +472,8 @@ _INPUT_ITEMS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _chat_of_response(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_of_response(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Convert a body of /v1/responses to a chat request with these messages (see `conversation`)."""
     chat: dict[str, Any] = {"messages": messages}
     tools = body.get("tools")
     if isinstance(tools, list):

@@ -191,6 +191,29 @@ def _content(ids: array[int], content: Any) -> None:
         ids += encode("\n".join(text))
 
 
+MEDIA_TOKENS = 33
+"""Placeholders of an image or a file."""
+
+
+def with_placeholders(ids: array[int]) -> tuple[array[int], tuple[tuple[int, str], ...]]:
+    """A prompt's ids as an engine shows them, and its media as pairs of offset and identifier.
+
+    An engine has `MEDIA_TOKENS` equal ids where this simulation has a mark and the hash of the content, so
+    that prompts with different images have different ids.
+    """
+    if IMAGE not in ids:
+        return ids, ()
+    shown, media, start = array("I"), [], 0
+    while IMAGE in ids[start:]:
+        at = ids.index(IMAGE, start)
+        stop = at + MEDIA_TOKENS
+        media.append((at, bytes(ids[at + 1 : stop]).hex()))
+        shown += ids[start:at]
+        shown.extend([IMAGE] * MEDIA_TOKENS)
+        start = stop
+    return shown + ids[start:], tuple(media)
+
+
 def messages_of(body: Json) -> list[dict[str, Any]]:
     """The checked `messages` of a chat request."""
     if "messages" not in body:

@@ -29,7 +29,7 @@ from kvroute.sim.engine import EngineDriver, EngineRequest, Generation, SimEngin
 from kvroute.sim.groups import GroupedCache, GroupedEngine
 from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded
 from kvroute.sim.options import SimOptions
-from kvroute.sim.prompts import Choice, Sampling
+from kvroute.sim.prompts import Choice, Sampling, with_placeholders
 from kvroute.sim.publisher import EventPublisher, Faults
 
 if TYPE_CHECKING:
@@ -365,9 +365,11 @@ class SimWorker:
         seed, ahead, keyed = CacheSpace(adapter or "", salt).seed, self.options.lookahead_tokens, tokens
         if ahead:
             seed, keyed = lookahead_seed(tokens[:ahead], seed), tokens[ahead:]
+        shown, media = with_placeholders(tokens) if self.publishers else ((), ())
         chain = Chain(
             keys=block_keys(keyed.tobytes(), block_bytes=4 * self.options.key_tokens, seed=seed),
-            token_ids=tokens if self.publishers else (),
+            token_ids=shown,
+            media=media,
             lora_id=None if adapter is None else 1 + list(self.options.loras).index(adapter),
             lora_name=adapter,
             cache_salt=salt or None,

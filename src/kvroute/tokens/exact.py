@@ -20,14 +20,15 @@ from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 import msgspec
 
-from kvroute.openai.request import InferenceRequest
-from kvroute.openai.rewriting import with_model
+from kvroute.blocks.media import MediaItem
+from kvroute.openai.request import InferenceRequest, prompts_of
+from kvroute.openai.rewriting import TopLevelMember, with_members, with_model
 from kvroute.openai.shown import BillingRule
 from kvroute.tokens.chat import Chat, EngineFlags, refuse_media
 from kvroute.tokens.conversations import Conversations
@@ -40,6 +41,10 @@ from kvroute.tokens.samples import Agreement, Shape, compare, samples, shapes_of
 
 _MOST_TEXTS = 32
 _RENDERED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_WITHOUT_TENSORS: Final = MappingProxyType(
+    # Otherwise the answer contains the processed pixels: megabytes. Before 0.32 the second name was used.
+    {TopLevelMember("mm_payload"): b'"none"', TopLevelMember("return_mm_kwargs"): b"false"}
+)
 
 
 class RemoteEndpoint(StrEnum):
@@ -71,15 +76,42 @@ class _Answered(msgspec.Struct):
         return tuple(array("I", ids or ()) for ids in found)
 
 
+class _Placeholders(msgspec.Struct):
+    offset: int
+
+
+class _Features(msgspec.Struct):
+    """The media of a rendered prompt, by kind ("image", "audio", ...)."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Placeholders]]
+
+    def items(self) -> tuple[MediaItem, ...]:
+        """In the order of their places. Raises Inexact if hashes and places do not fit together."""
+        try:
+            return tuple(
+                sorted(
+                    MediaItem(place.offset, identifier)
+                    for kind, identifiers in self.mm_hashes.items()
+                    for place, identifier in zip(self.mm_placeholders[kind], identifiers, strict=True)
+                )
+            )
+        except (KeyError, ValueError):
+            raise Inexact(TokensReason.WORKER_FAILED) from None
+
+
 class _Rendered(msgspec.Struct):
     token_ids: list[int]
-    features: object = None
-    """The hashes and positions of media; None without media."""
+    features: _Features | None = None
+    """None without media."""
 
     def ids(self) -> TokenIds:
         if self.features is not None:
             raise Inexact(TokensReason.MEDIA)
         return array("I", self.token_ids)
+
+    def media(self) -> tuple[MediaItem, ...]:
+        return self.features.items() if self.features is not None else ()
 
 
 _decode_answered = msgspec.json.Decoder(_Answered).decode
@@ -114,13 +146,33 @@ class RemoteTokenizer:
         try:
             async with asyncio.timeout(timeout_s):
                 if endpoint is RemoteEndpoint.RENDER and request.endpoint.path in _RENDERED:
-                    return await self._render(request, model, url)
+                    return tuple(prompt.ids() for prompt in await self._render(request, model, url))
                 prompt = read(request, flags, lambda _: None)
                 if request.endpoint.path == "/v1/responses":
                     _refuse_tool_calls(prompt)
                 return await self._tokenize_all(prompt, model, url)
         except TimeoutError:
             raise Inexact(TokensReason.LATE) from None
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
+            raise Inexact(TokensReason.WORKER_FAILED) from None
+
+    async def with_media(
+        self, request: InferenceRequest, *, model: str, url: str, timeout_s: float | None = None
+    ) -> ExactPrompts:
+        """The ids of a request with images, audio or video, and their identifiers, as a worker renders them.
+
+        The worker loads and processes the media for that, without its cache of processed media (vLLM 0.32).
+        Raises Inexact: MEDIA where the endpoint is not rendered, MEDIA_LATE after `timeout_s`.
+        """
+        if request.endpoint.path not in _RENDERED:
+            raise Inexact(TokensReason.MEDIA)
+        try:
+            async with asyncio.timeout(timeout_s):
+                prompts = await self._render(request, model, url, _WITHOUT_TENSORS)
+            ids = tuple(array("I", prompt.token_ids) for prompt in prompts)
+            return ExactPrompts(ids, Mode.REMOTE, tuple(prompt.media() for prompt in prompts))
+        except TimeoutError:
+            raise Inexact(TokensReason.MEDIA_LATE) from None
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
             raise Inexact(TokensReason.WORKER_FAILED) from None
 
@@ -138,12 +190,20 @@ class RemoteTokenizer:
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OverflowError, RecursionError):
             raise Inexact(TokensReason.WORKER_FAILED) from None
 
-    async def _render(self, request: InferenceRequest, model: str, url: str) -> tuple[TokenIds, ...]:
+    async def _render(
+        self,
+        request: InferenceRequest,
+        model: str,
+        url: str,
+        members: Mapping[TopLevelMember, bytes] = MappingProxyType({}),
+    ) -> Sequence[_Rendered]:
         body = request.body if request.model == model else with_model(request, model)
+        if members:
+            body = with_members(body, {}, members)
         answer = await self._post(f"{url}{request.endpoint.path}/render", body)
         if request.endpoint.path == "/v1/completions":
-            return tuple(prompt.ids() for prompt in _decode_rendered_list(answer))
-        return (_decode_rendered(answer).ids(),)
+            return _decode_rendered_list(answer)
+        return (_decode_rendered(answer),)
 
     async def _tokenize_all(self, prompt: Chat | Plain, model: str, url: str) -> tuple[TokenIds, ...]:
         if isinstance(prompt, Chat):
@@ -320,6 +380,8 @@ class TokenSource:
     """Shapes of requests that get no exact tokens, because the engine computes other ones."""
     reason: TokensReason = TokensReason.DIFFERS
     """Why these get none."""
+    renders: bool = False
+    """Whether the workers have render endpoints, which show the identifiers of media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +390,8 @@ class ExactPrompts:
 
     prompts: tuple[Sequence[int], ...]
     mode: Mode
+    media: tuple[tuple[MediaItem, ...], ...] = ()
+    """For each prompt its images, audio and video; empty if no prompt has any."""
 
 
 class ExactTokens:
@@ -348,6 +412,7 @@ class ExactTokens:
         allow_fastokens: bool = True,
         harmony_vocabulary: Path | None = None,
         computed_samples: bool = True,
+        media_keys: bool = True,
         today: Callable[[], date] = date.today,
     ) -> None:
         self._today = today
@@ -355,6 +420,7 @@ class ExactTokens:
         self._threads = threads
         self._harmony_vocabulary = harmony_vocabulary
         self._computed_samples = computed_samples
+        self._media_keys = media_keys
         self._remote = RemoteTokenizer(client, flags)
         self._flags = flags or EngineFlags()
         self._cache_bytes = cache_bytes
@@ -444,7 +510,8 @@ class ExactTokens:
         try:
             ids = local.prompts_if_quick(request)
         except Exception as error:  # noqa: BLE001 - as in `prompts`
-            return _reason(model, error)
+            reason = _reason(model, error)
+            return None if reason is TokensReason.MEDIA and self._shows_media(model) else reason
         return None if ids is None else ExactPrompts(ids, Mode.LOCAL)
 
     async def prompts(
@@ -465,6 +532,12 @@ class ExactTokens:
         if source is None or source.mode is Mode.NONE:
             return TokensReason.NO_SOURCE
         try:
+            if source.renders and any(prompt.has_media for prompt in prompts_of(request)):
+                if not self._media_keys:
+                    return TokensReason.MEDIA
+                return await self._remote.with_media(
+                    request, model=name or model, url=url, timeout_s=timeout_s
+                )
             if source.refused and not source.refused.isdisjoint(
                 await self._threads.run(shapes_of, request, timeout_s=timeout_s)
             ):
@@ -484,6 +557,9 @@ class ExactTokens:
         except Exception as error:  # noqa: BLE001 - without ids the choice is worse, but no request fails
             return _reason(model, error)
         return ExactPrompts(ids, source.mode)
+
+    def _shows_media(self, model: str) -> bool:
+        return self._media_keys and self._sources[model].renders
 
     async def _local_source(
         self, model: str, folder: Path | None, engine: _Engine, root: str
@@ -525,7 +601,7 @@ class ExactTokens:
             return None, TokenSource(model, Mode.NONE, why)
         through = "harmony" if files.harmony is not None else library.name
         why = f"{why}; {library.name}, {library.why}"
-        return local, TokenSource(model, Mode.LOCAL, why, through, refused, reason)
+        return local, TokenSource(model, Mode.LOCAL, why, through, refused, reason, engine.renders)
 
     def _load(self, folder: Path) -> ModelFiles:
         return load_model(
@@ -537,7 +613,7 @@ class ExactTokens:
 
     async def _worker_source(self, model: str, engine: _Engine, why: str, *, is_harmony: bool) -> TokenSource:
         if engine.renders:
-            return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.RENDER.value)
+            return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.RENDER.value, renders=True)
         found = await compare(model, engine.tokenized, engine.ids)
         refused, reason = found.shapes, TokensReason.DIFFERS
         if not found.agreed and not found.differing:

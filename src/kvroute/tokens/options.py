@@ -77,6 +77,13 @@ class TokensOptions(Options):
         higher="on: also models whose chats are rendered otherwise than by `/tokenize` are compared rightly",
         lower="off: workers compute nothing for the comparison, which is with `/tokenize` then",
     )
+    media_keys: Annotated[bool, Switch] = option(
+        True,
+        "Ask a worker's render endpoint for the identifiers of images, audio and video. The worker loads and "
+        "processes them for that, and once more for the answer.",
+        higher="on: exact predictions for prompts with images, on workers with `--enable-scale-out`",
+        lower="off: workers process each image once",
+    )
     chat_template_kwargs: dict[str, Any] = option(
         description="The workers' `--default-chat-template-kwargs`.", default_factory=dict
     )
@@ -112,7 +119,10 @@ class TokensReason(StrEnum):
     STRUCTURE = "structure"
     """A large body with too many JSON values besides its texts to be decoded in one step."""
     MEDIA = "media"
-    """Images, audio, video or embeddings: their token ids are placeholders without the content."""
+    """Images, audio, video or embeddings, of which the worker shows no identifiers: the token ids are
+    placeholders."""
+    MEDIA_LATE = "media_late"
+    """The worker did not render images, audio or video before the deadline."""
     REQUEST_TEMPLATE = "request_template"
     """The request contains its own chat template."""
     NO_TEMPLATE = "no_template"
