@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.engine.conftest import both_routable
 from tests.engine.models import ARCHITECTURES, write_model
 from tests.engine.pool import EngineKind, Model
+from tests.engine.workload import Workload, by_map, hit_share
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -102,92 +101,6 @@ def kinds(subject: Subject) -> tuple[EngineKind, EngineKind]:
     return kind, replace(kind, number=1, core=1)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request: the gateway's number and reason, the engine's number, and the length of the prompt."""
-
-    promised: int
-    reason: str
-    cached: int
-    prompt: int
-
-
-class Workload:
-    """Chats, questions about shared documents, forks of a system prompt, and repeats, one after another.
-    Lengths are in units: blocks of the model. Mutable: the open chats and what was asked."""
-
-    def __init__(self, url: str, words: list[str], subject: Subject, seed: str) -> None:
-        self.log: list[Asked] = []
-        self._has_chats = subject.has_chats
-        self._url = url
-        self._words = words
-        self._unit = subject.unit
-        self._random = random.Random(seed)
-        self._system = self.text(3.3)
-        self._documents = [self.text(units) for units in (4.2, 3.1, 5.4)]
-        self._prompts: list[str] = []
-        self._chats: list[list[dict[str, str]]] = []
-
-    def text(self, units: float) -> str:
-        return "".join(self._random.choices(self._words, k=max(1, round(units * self._unit))))
-
-    async def run(self, http: httpx.AsyncClient, requests: int) -> None:
-        while len(self.log) < requests:
-            kind = self._random.choice((self._turn, self._turn, self._document, self._fork, self._repeat))
-            await kind(http)
-
-    async def _turn(self, http: httpx.AsyncClient) -> None:
-        if len(self._chats) < 4 or self._random.random() < 0.15:
-            self._chats = [*self._chats[-3:], [{"role": "system", "content": self._system}]]
-        messages = self._random.choice(self._chats)
-        messages.append({"role": "user", "content": self.text(0.7)})
-        if self._has_chats:
-            answer = await self._ask(http, "chat/completions", {"messages": messages, "max_tokens": 12})
-            said = answer["message"]["content"] or ""
-        else:
-            prompt = "".join(message["content"] for message in messages)
-            answer = await self._ask(http, "completions", {"prompt": prompt, "max_tokens": 12})
-            said = answer["text"]
-        messages.append({"role": "assistant", "content": said})
-        if len(messages) > 11:
-            self._chats.remove(messages)
-
-    async def _document(self, http: httpx.AsyncClient) -> None:
-        await self._complete(http, self._random.choice(self._documents) + self.text(0.6))
-
-    async def _fork(self, http: httpx.AsyncClient) -> None:
-        kept = round(self._random.choice((2, 2.5, 3)) * self._unit)
-        words = self._system.split()
-        await self._complete(http, "".join(f" {word}" for word in words[:kept]) + self.text(1.4))
-
-    async def _repeat(self, http: httpx.AsyncClient) -> None:
-        await self._complete(http, self._random.choice(self._prompts[-6:] or [self.text(2.5)]))
-
-    async def _complete(self, http: httpx.AsyncClient, prompt: str) -> None:
-        self._prompts.append(prompt)
-        await self._ask(http, "completions", {"prompt": prompt, "max_tokens": 2})
-
-    async def _ask(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        sent = {"model": "tiny", "temperature": 0, "ignore_eos": True, **body}
-        answer = await http.post(f"{self._url}/v1/{path}", json=sent)
-        assert answer.status_code == 200, answer.text
-        usage = answer.json()["usage"]
-        self.log.append(
-            Asked(
-                int(answer.headers["x-kvroute-hit-tokens"]),
-                answer.headers["x-kvroute-reason"],
-                usage["prompt_tokens_details"]["cached_tokens"] or 0,
-                usage["prompt_tokens"],
-            )
-        )
-        choice: dict[str, Any] = answer.json()["choices"][0]
-        return choice
-
-
-BY_MAP = ("kv_hit", "kv_spill", "kv_miss")
-"""Reasons of `kvaware` when the map decided."""
-
-
 @pytest.mark.parametrize(
     "subject",
     [
@@ -204,16 +117,17 @@ async def test_what_is_promised_is_found(subject, leased, run_gateway, words, ca
         engine.name = name
     async with run_gateway(leased, "kvaware", *PATIENT) as gateway:
         await both_routable(gateway.url, len(leased), subject.notes)
-        workload = Workload(gateway.url, words, subject, f"{SEED} {subject.architecture}")
+        seed = f"{SEED} {subject.architecture}"
+        workload = Workload(gateway.url, words, seed, unit=subject.unit, has_chats=subject.has_chats)
         async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
             await workload.run(http, REQUESTS)
 
     counted = workload.log[WARM_UP:]
-    decided = [each for each in counted if each.reason in BY_MAP]
+    decided = by_map(counted)
     over = [(each.promised, each.cached) for each in decided if each.promised > each.cached]
     under = [(each.promised, each.cached) for each in decided if each.promised < each.cached]
     exact = 1 - (len(over) + len(under)) / max(1, len(decided))
-    hits = sum(each.cached for each in counted) / sum(each.prompt for each in counted)
+    hits = hit_share(counted)
     with capsys.disabled():
         print(
             f"\n{subject.architecture}, seed {SEED}: exact {exact:.4f} of {len(decided)} by the map "
