@@ -229,7 +229,7 @@ async def test_a_hot_prompt_that_no_worker_can_use_spreads_over_all(serve, worke
     body = {"model": MODEL, "prompt": [number % 997 for number in range(6000)], "max_tokens": 1}
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
         await until(lambda: is_ready(client), within_s=60)
-        for _ in range(30):  # until every worker has shown that it finds nothing
+        for _ in range(30):  # until workers have shown that they find nothing
             assert (await client.post("/v1/completions", json=body)).status_code == 200
         before = Counter({engine.url: engine.served for engine in engines})
         for _ in range(10):
@@ -238,7 +238,7 @@ async def test_a_hot_prompt_that_no_worker_can_use_spreads_over_all(serve, worke
     counts = [engine.served - before[engine.url] for engine in engines]
     assert min(counts) >= 10, counts
     shares = [line for line in page.splitlines() if line.startswith("kvroute_match_share{")]
-    assert [float(line.rsplit(" ", 1)[1]) for line in shares] == [0.0] * 4, shares
+    assert {float(line.rsplit(" ", 1)[1]) for line in shares} == {0.0}, shares
 
 
 async def test_a_chats_answer_counts_as_held_when_the_next_turn_shows_it(serve, worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvroute.routing.cost import discounted
 from kvroute.routing.reports import Answers, Discounts, LastUnits
 from kvroute.routing.strategy import GroupTokens, Tokens
 
@@ -57,7 +58,7 @@ def test_with_several_groups_the_other_rules_own_prediction_counts() -> None:
 
 def test_a_worker_that_finds_nothing_of_what_was_predicted_has_the_share_zero() -> None:
     discounts = Discounts()
-    for count in range(3):
+    for count in range(2):
         assert discounts.sent == {}, count
         discounts.reported(1, False, 6000, 0, 16)
     assert discounts.sent == {1: 0.0}
@@ -69,6 +70,27 @@ def test_the_share_is_what_was_found_of_what_was_predicted() -> None:
     for found in (500, 1000, 500, 500):
         discounts.reported(1, True, 1000, found, 16)
     assert discounts.mapped == {1: 0.625}
+
+
+def test_a_worker_without_reports_has_the_mean_share_of_the_others_that_serve_the_model(make_worker) -> None:
+    discounts, workers = Discounts(), [make_worker(index) for index in range(3)]
+    for _ in range(2):
+        discounts.reported(workers[0].index, False, 6000, 0, 16)
+        discounts.reported(workers[1].index, False, 6000, 6000, 16)
+    assert discounted([600] * 3, workers, discounts.sent) == [0, 600, 300]
+    assert discounted([600], workers[2:], discounts.sent) == [600]
+
+
+def test_workers_that_all_agree_leave_no_shares() -> None:
+    discounts = Discounts()
+    for _ in range(4):
+        discounts.reported(1, True, 1000, 1000, 16)
+    assert discounts.mapped == {}
+    for _ in range(2):
+        discounts.reported(2, True, 1000, 0, 16)
+    assert discounts.mapped == {1: 1.0, 2: 0.0}
+    discounts.forget(2)
+    assert discounts.mapped == {}
 
 
 def test_a_worker_whose_reports_agree_again_has_no_discount() -> None:

@@ -286,3 +286,23 @@ def test_a_placement_that_was_taken_over_is_forgotten_before_the_first_request(m
     assert joins.forget("s") is True
     assert joins.placements() == []
     assert route(joins, view, "s")[0] is home
+
+
+def test_the_first_request_of_a_session_does_not_wait_at_its_home(strategy, view, route, workers, query):
+    asked = query(session_key="long", tokens=6000)
+    home = strategy.rank(asked, view).ranking[0].worker
+    home.load.reserve(0.0, prefill_s=1.0, tokens=6000)
+    decision = strategy.rank(asked, view)
+    assert decision.reason is RouteReason.SESSION_SPILL
+    assert decision.ranking[0].worker is not home
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
+    assert strategy.rank(asked, view).ranking[0].worker is decision.ranking[0].worker
+
+
+def test_a_session_that_is_at_its_home_stays_there_although_it_waits(strategy, view, query):
+    asked = query(session_key="long", tokens=6000)
+    decision = strategy.rank(asked, view)
+    strategy.on_dispatch(asked, decision, decision.ranking[0])
+    home = decision.ranking[0].worker
+    home.load.reserve(0.0, prefill_s=1.0, tokens=6000)
+    assert strategy.rank(asked, view).ranking[0].worker is home

@@ -177,7 +177,7 @@ def load_gauges(fleet: Fleet, router: Router, now: float) -> Iterable[Metric]:
             ((w.id, source), shares[w.index])
             for source, shares in (("map", discounts.mapped), ("history", discounts.sent))
             for w in workers
-            if w.index in shares
+            if shares.get(w.index, 1.0) < 1.0
         ],
     )
     yield gauge(

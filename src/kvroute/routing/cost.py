@@ -76,11 +76,17 @@ def matched_tokens(
 
 
 def discounted(tokens: Sequence[int], workers: Sequence[Worker], shares: Mapping[int, float]) -> list[int]:
-    """The tokens that count, per worker: those whose reports contradict the predictions have a share.
+    """The tokens that count, per worker, where reports contradict predictions.
 
-    `shares`: `Discounts.mapped` or `Discounts.sent`.
+    `shares`: `Discounts.mapped` or `Discounts.sent`. A worker that is not in it, because it has hardly
+    reported yet, has the mean of the others: how much of a prompt an engine can use is a matter of the model,
+    and to learn it worker by worker costs a queue on each.
     """
-    return [int(count * shares.get(worker.index, 1.0)) for count, worker in zip(tokens, workers, strict=True)]
+    known = [shares[worker.index] for worker in workers if worker.index in shares]
+    others = sum(known) / len(known) if known else 1.0
+    return [
+        int(count * shares.get(worker.index, others)) for count, worker in zip(tokens, workers, strict=True)
+    ]
 
 
 _ONE_PLACE = (0,)

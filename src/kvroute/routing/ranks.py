@@ -25,14 +25,20 @@ def targets_of(query: RouteQuery, view: FleetView) -> RankTargets | None:
 
 
 def rank_by_rank(
-    costs: CostModel, query: RouteQuery, targets: RankTargets, matched: Sequence[int] | None = None
+    costs: CostModel,
+    query: RouteQuery,
+    targets: RankTargets,
+    matched: Sequence[int] | None = None,
+    counted: Sequence[int] | None = None,
 ) -> Ranking:
-    """Rank `targets` by cost. `matched` has the matched tokens of each, by the route history."""
+    """Rank `targets` by cost. `matched` has the matched tokens of each, by the route history; `counted` what
+    is left of them after a discount, None without one."""
     held = [
         CandidateMatch(Tokens(tokens), None, rank)
         for tokens, rank in zip(matched or [0] * len(targets.ranks), targets.ranks, strict=True)
     ]
-    return costs.rank(query, targets.workers, matched, None, held, targets.loads, targets.units)
+    counts, predicted = (matched, None) if counted is None else (counted, matched)
+    return costs.rank(query, targets.workers, counts, None, held, targets.loads, targets.units, predicted)
 
 
 def best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:

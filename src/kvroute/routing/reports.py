@@ -16,8 +16,9 @@ from kvroute.routing.strategy import Tokens
 
 _WINDOW: Final = 16
 """Latest predictions of a worker that count."""
-_LEAST: Final = 3
-"""Predictions before a discount."""
+_LEAST: Final = 2
+"""Predictions of a worker before a discount. Answers report at their end, and until then more requests wait
+for what the worker does not hold."""
 _STEADY: Final = 0.5
 """Share of them that promised at least a block too much."""
 _LEAST_OTHER: Final = 3
@@ -27,16 +28,20 @@ _LEAST_OTHER: Final = 3
 class Discounts:
     """The share of the predicted tokens that each worker really finds. Mutable: `reported` and `forget`.
 
-    Predictions by the cache map and by the route history have shares of their own. A worker whose reports
-    agree with the predictions has none.
+    Predictions by the cache map and by the route history have shares of their own. While the reports of all
+    workers agree with the predictions there are none. As soon as one worker has a share, those that agree
+    have the share 1; for a worker with fewer reports than `_LEAST`, which is not in a mapping, the mean of
+    the others that serve the same model counts (`routing.cost.discounted`).
     """
 
     def __init__(self) -> None:
         self.mapped: dict[int, float] = {}
-        """Worker's index -> share, for predictions by the cache map."""
+        """Worker's index -> share, for predictions by the cache map. Always the same mapping."""
         self.sent: dict[int, float] = {}
         """The same for predictions by the route history."""
         self._latest: dict[tuple[int, bool], deque[tuple[int, int, bool]]] = {}
+        self._verdicts: tuple[dict[int, float], dict[int, float]] = {}, {}
+        """By history and by map: every worker's share, also if all are 1."""
 
     def reported(self, index: int, is_mapped: bool, predicted: int, found: int, block_tokens: int) -> None:
         """A prediction of `predicted` tokens, before any discount, and the tokens that the worker found."""
@@ -47,18 +52,28 @@ class Discounts:
         if latest is None:
             latest = self._latest[key] = deque(maxlen=_WINDOW)
         latest.append((predicted, min(found, predicted), predicted - found >= block_tokens))
-        shares = self.mapped if is_mapped else self.sent
-        over = sum(row[2] for row in latest)
-        if len(latest) < _LEAST or over < _STEADY * len(latest):
-            shares.pop(index, None)
-        else:
-            shares[index] = sum(row[1] for row in latest) / sum(row[0] for row in latest)
+        if len(latest) < _LEAST:
+            return
+        share = 1.0
+        if sum(row[2] for row in latest) >= _STEADY * len(latest):
+            share = sum(row[1] for row in latest) / sum(row[0] for row in latest)
+        verdicts = self._verdicts[is_mapped]
+        if verdicts.get(index) != share:
+            verdicts[index] = share
+            self._show(is_mapped)
 
     def forget(self, index: int) -> None:
         """The worker has left or restarted; another one may have its index."""
-        for is_mapped, shares in ((True, self.mapped), (False, self.sent)):
-            shares.pop(index, None)
+        for is_mapped in (False, True):
             self._latest.pop((index, is_mapped), None)
+            if self._verdicts[is_mapped].pop(index, None) is not None:
+                self._show(is_mapped)
+
+    def _show(self, is_mapped: bool) -> None:
+        shares, verdicts = self.mapped if is_mapped else self.sent, self._verdicts[is_mapped]
+        shares.clear()
+        if any(share < 1.0 for share in verdicts.values()):
+            shares.update(verdicts)
 
 
 _MOST_ANSWERS: Final = 4096

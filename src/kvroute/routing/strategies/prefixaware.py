@@ -85,7 +85,9 @@ class PrefixAware:
 
     def _rank_by_rank(self, query: RouteQuery, view: FleetView, targets: RankTargets) -> RouteDecision:
         matched = matched_tokens(self._history, query, targets.workers, targets.places, self._answers)
-        ranking = rank_by_rank(self._costs, query, targets, matched)
+        counted = discounted(matched, targets.workers, self._shares) if self._shares else None
+        ranking = rank_by_rank(self._costs, query, targets, matched, counted)
+        matched = matched if counted is None else counted
         most, found = max(matched), matched[ranking.first_place]
         reason = _miss(query, view) if not most else _HIT if found == most else _SPILL
         return RouteDecision(_NAME, reason, best_ranks(ranking))
