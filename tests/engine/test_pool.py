@@ -103,6 +103,7 @@ async def test_an_engine_that_cannot_be_reset_fails_its_test_and_is_replaced(
         assert await differences(new) == []
 
 
+@pytest.mark.full
 @pytest.mark.engines(PAIR[0], replace(PAIR[0], is_real=True))
 async def test_a_forked_engine_is_the_one_that_vllm_serve_starts(leased: list[Engine]) -> None:
     """The same answers, addresses, metrics and KV events."""

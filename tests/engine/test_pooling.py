@@ -12,7 +12,7 @@ from tests.engine.conftest import both_routable
 from tests.engine.models import write_model
 from tests.engine.pool import EngineKind, Model
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 def _bert(folder) -> None:

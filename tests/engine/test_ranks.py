@@ -8,7 +8,12 @@ from tests.engine.conftest import both_routable
 from tests.engine.pool import EngineKind
 from tests.engine.workload import Workload, by_map, hit_share, wrong_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.full,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
 
 KIND = EngineKind(args=("--data-parallel-size", "2"), is_real=True)
 REQUESTS, WARM_UP, EXACT = 80, 5, 0.99

@@ -10,7 +10,7 @@ from tests.engine.conftest import both_routable
 from tests.engine.pool import EngineKind
 from tests.engine.workload import Workload, by_map, hit_share, wrong_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 KIND = EngineKind(args=("--served-model-name", "tiny", "sonnet"))
 REQUESTS, WARM_UP, EXACT = 60, 5, 0.99

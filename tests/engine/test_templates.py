@@ -87,6 +87,7 @@ def test_ids_are_the_engines_for_every_template_and_shape(tmp_path: Path) -> Non
     assert totals["equal"] > 600
 
 
+@pytest.mark.full
 def test_the_recorded_ids_of_gpt_oss_are_those_of_this_engine(tmp_path: Path) -> None:
     folder = write_model("gptoss", tmp_path)
     path = folder / "config.json"
