@@ -277,7 +277,7 @@ def _render_content(
 
 
 def _is_of_a_tool(part: _Part) -> bool:
-    return part.type is not UNSET and memoryview(part.type) in _TOOL_PARTS
+    return part.type is not UNSET and any(memoryview(part.type) == each for each in _TOOL_PARTS)
 
 
 def _read_prompt_field(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
