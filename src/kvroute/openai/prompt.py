@@ -277,7 +277,8 @@ def _render_content(
 
 
 def _is_of_a_tool(part: _Part) -> bool:
-    return part.type is not UNSET and any(memoryview(part.type) == each for each in _TOOL_PARTS)
+    kind = part.type
+    return kind is not UNSET and bytes(memoryview(kind)[: len(_TOOL_PARTS[0]) + 1]) in _TOOL_PARTS
 
 
 def _read_prompt_field(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
