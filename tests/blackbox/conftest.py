@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,11 +122,15 @@ async def processes() -> AsyncIterator[AsyncExitStack]:
 
 
 async def spawn(
-    stack: AsyncExitStack, *arguments: str, env: Mapping[str, str] | None = None, stdout: bool = False
+    stack: AsyncExitStack,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    stdout: bool = False,
+    program: Sequence[str] = (),
 ) -> Process:
-    """Start `kvroute ARGUMENTS`; it is killed at the test's end if it still runs."""
+    """Start `kvroute ARGUMENTS`, or `program` with them; it is killed at the test's end if it still runs."""
     process = await asyncio.create_subprocess_exec(
-        *command(),
+        *(program or command()),
         *arguments,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE if stdout else asyncio.subprocess.DEVNULL,
@@ -180,11 +184,17 @@ def serve(processes: AsyncExitStack, tmp_path: Path) -> StartServe:
 
 @pytest.fixture
 def sim(processes: AsyncExitStack) -> StartSim:
-    """`await sim("--time-scale", "0", ...)` runs `kvroute sim` on a free port and returns its URL."""
+    """`await sim("--time-scale", "0", ...)` runs `kvroute sim` on a free port and returns its URL.
 
-    async def start(*arguments: str) -> str:
+    With `own` it is the one of this Python, for models that the simulated worker of an older release lacks.
+    """
+
+    async def start(*arguments: str, own: bool = False) -> str:
         events = () if any("event" in argument for argument in arguments) else ("--no-events",)
-        running = await spawn(processes, "sim", "--port", "0", *events, *arguments, stdout=True)
+        program = (sys.executable, "-m", "kvroute") if own else ()
+        running = await spawn(
+            processes, "sim", "--port", "0", *events, *arguments, stdout=True, program=program
+        )
         assert running.process.stdout is not None
         async with asyncio.timeout(START_S):
             line = (await running.process.stdout.readline()).decode()

@@ -53,6 +53,17 @@ def test_small_answers_and_large_ones_are_read_alike(size):
         ({"prompt_tokens": 5, "cached_tokens": 4}, Usage(5, 4)),
         ({"prompt_tokens": 5, "completion_tokens": 6, "completion_tokens_details": None}, Usage(5, None, 6)),
         ({"input_tokens": 5, "output_tokens": 7}, Usage(5, None, 7)),
+        (
+            {
+                "input_tokens": 5,
+                "output_tokens": 7,
+                "cache_creation_input_tokens": 32,
+                "cache_read_input_tokens": 64,
+            },
+            Usage(101, 64, 7),
+        ),
+        ({"input_tokens": 5, "output_tokens": 7, "cache_read_input_tokens": 0}, Usage(5, 0, 7)),
+        ({"input_tokens": 5, "output_tokens": 7, "cache_read_input_tokens": None}, Usage(5, None, 7)),
         ({"prompt_tokens": 5, "completion_tokens": -6}, Usage(5, None, 0)),
         ({"prompt_tokens": -5}, None),
         ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": -4}}, Usage(5, None)),

@@ -60,6 +60,40 @@ def test_an_image_counts_by_its_hash():
     assert len(with_image("A")) < 200
 
 
+def a_result(content):
+    return {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+
+
+@pytest.mark.parametrize("wrap", [str, lambda text: [{"type": "text", "text": text}]], ids=["text", "parts"])
+def test_the_text_of_a_tools_result_counts_in_full(wrap):
+    one, two = (chat(user([a_result(wrap(end + "word " * 10_000))])) for end in "ab")
+    assert len(one) > 50_000
+    assert one != two
+
+
+def test_the_input_of_a_tools_call_counts_in_full():
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Write", "input": {"text": "word " * 10_000}}
+    assert len(chat({"role": "assistant", "content": [call]})) > 50_000
+
+
+def test_an_image_in_a_tools_result_counts_by_its_hash():
+    def with_image(data):
+        source = {"type": "base64", "media_type": "image/png", "data": data * 10_000}
+        text = {"type": "text", "text": "word " * 1_000}
+        return chat(user([a_result([text, {"type": "image", "source": source}, text])]))
+
+    assert with_image("A") == with_image("A")
+    assert with_image("A") != with_image("B")
+    assert 10_000 < len(with_image("A")) < 11_000
+
+
+def test_results_within_results_are_not_read_further():
+    content = [{"type": "text", "text": "word " * 1_000}]
+    for _ in range(200):
+        content = [a_result(content)]
+    assert len(chat(user(content))) < 200
+
+
 def test_tool_calls_and_results_are_part_of_the_prompt():
     call = {
         "role": "assistant",

@@ -171,6 +171,8 @@ _first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens
 _prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
 _cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
 _completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)').search
+_cache_read_tokens = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)').search
+_cache_creation_tokens = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d+)').search
 
 
 class _Details(Struct, gc=False):
@@ -187,6 +189,10 @@ class AnswerUsage(Struct, gc=False):
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     cached_tokens: int | None = None
+    # Anthropic's API counts cached tokens apart: `input_tokens` has neither those that were read nor those
+    # that were stored (vLLM 0.32, entrypoints/anthropic/serving.py, `_build_anthropic_usage`).
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _Answer(Struct, gc=False):
@@ -213,7 +219,13 @@ def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     # Most engines omit it by default, and a search for a literal costs less than a pattern.
     cached = _cached_tokens(tail, start) if tail.find(b'"cached_tokens"', start) >= 0 else None
     completion = _completion_tokens(tail, start)
-    return Usage(int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0)
+    tokens, produced = int(prompt[1]), int(completion[1]) if completion else 0
+    if cached is None and tail.find(b'"cache_read_input_tokens"', start) >= 0:
+        read, stored = _cache_read_tokens(tail, start), _cache_creation_tokens(tail, start)
+        if read is not None:
+            found = int(read[1])
+            return Usage(tokens + found + (int(stored[1]) if stored else 0), found, produced)
+    return Usage(tokens, int(cached[1]) if cached else None, produced)
 
 
 def usage_of_whole(answer: bytes) -> Usage | None:
@@ -236,6 +248,9 @@ def usage_of(usage: AnswerUsage) -> Usage | None:
     if tokens is None or tokens < 0:
         return None
     cached = usage.cached_tokens if details is None else details.cached_tokens
+    if cached is None and usage.cache_read_input_tokens is not None:
+        cached = usage.cache_read_input_tokens
+        tokens += max(0, cached) + max(0, usage.cache_creation_input_tokens or 0)
     if cached is not None and cached < 0:
         cached = None
     return Usage(tokens, cached, max(0, completion))

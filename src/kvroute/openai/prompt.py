@@ -29,7 +29,11 @@ _NO_OTHER_FIELDS = [UNSET] * 8
 _LIST, _QUOTE = b'["'
 _SYSTEM = Raw(b'"system"')
 _MAX_PLAIN_PART_BYTES = 1024
-"""A larger content part that is not text (media or a file) is replaced by its hash."""
+"""A larger content part that is neither text nor a tool's call or result (media or a file) is replaced by its
+hash."""
+_TOOL_PARTS: Final = (b'"tool_result"', b'"tool_use"')
+"""Parts whose JSON is text of the prompt, however long. A hash in their place would give the prompt too few
+bytes for its tokens."""
 
 
 MEDIA_MARK: Final = b"\x1d"
@@ -42,6 +46,9 @@ _is_media = re.compile(
 
 class _Part(Struct, gc=False):
     text: Raw | UnsetType = UNSET
+    type: Raw | UnsetType = UNSET
+    tool_use_id: Raw | UnsetType = UNSET
+    content: Raw | UnsetType = UNSET
 
 
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
@@ -208,7 +215,7 @@ def rendered(
             if memoryview(content)[0] == _LIST:
                 if bounded is not None and len(memoryview(content)) > left:
                     bounded.parts(content, left)
-                found = _render_content(content, role == _SYSTEM, is_anthropic)
+                found = _render_content(content, role == _SYSTEM, is_anthropic, bounded, left)
                 left -= len(found)
                 parts += found
             elif role == _SYSTEM:
@@ -220,10 +227,19 @@ def rendered(
     return parts
 
 
-def _render_content(content: Raw, is_system: bool, whole: bool) -> list[bytes | Raw]:
+def _render_content(
+    content: Raw,
+    is_system: bool,
+    whole: bool,
+    bounded: Bounded | None = None,
+    left: int = sys.maxsize,
+    *,
+    is_result: bool = False,
+) -> list[bytes | Raw]:
     """The rendered parts of a content list: text as written, large other parts as hashes.
 
-    `whole`: see `shown_system_text`.
+    `whole`: see `shown_system_text`. `is_result`: it is the content of a tool's result, which has no further
+    result inside. Raises OverLimit if a tool's result has more than `left` parts.
     """
     try:
         items = _decode_items(content)
@@ -231,8 +247,10 @@ def _render_content(content: Raw, is_system: bool, whole: bool) -> list[bytes | 
         return [content]
     parts: list[bytes | Raw] = []
     for part in items:
+        read: _Part | None = None
         try:
-            text = _decode_part(part).text
+            read = _decode_part(part)
+            text = read.text
         except UNREADABLE:
             text = part if memoryview(part)[0] == _QUOTE else UNSET
         if text is not UNSET and memoryview(text)[0] == _QUOTE:
@@ -240,11 +258,27 @@ def _render_content(content: Raw, is_system: bool, whole: bool) -> list[bytes | 
             continue
         seen = without_marks(part)
         view = memoryview(seen)
+        if len(view) > _MAX_PLAIN_PART_BYTES and read is not None and _is_of_a_tool(read) and not is_result:
+            result = read.content
+            if result is UNSET or memoryview(result)[0] != _LIST:
+                parts.append(seen)
+                continue
+            # Its parts may be images.
+            if bounded is not None and len(memoryview(result)) > left:
+                bounded.parts(result, left)
+            parts += [value for value in (read.type, read.tool_use_id) if value is not UNSET]
+            parts += _render_content(result, is_system=False, whole=False, is_result=True)
+            continue
         shown = xxh3_128_digest(seen) if len(view) > _MAX_PLAIN_PART_BYTES else seen
         if _is_media(view[:_MEDIA_HEAD_BYTES]) or _is_media(view[-_MEDIA_HEAD_BYTES:]):
             shown = b"".join((MEDIA_MARK, shown))
         parts.append(shown)
     return parts
+
+
+def _is_of_a_tool(part: _Part) -> bool:
+    kind = part.type
+    return kind is not UNSET and bytes(memoryview(kind)[: len(_TOOL_PARTS[0]) + 1]) in _TOOL_PARTS
 
 
 def _read_prompt_field(raw: Raw, bounded: Bounded | None, name: str) -> PromptSteps:
