@@ -274,6 +274,12 @@ class NoRoutableWorker(GatewayError):
     status, type, code = 503, "service_unavailable", "no_routable_worker"
 
 
+class WorkersBusy(GatewayError):
+    """Every worker that was asked is full."""
+
+    status, type, code = 503, "service_unavailable", "workers_busy"
+
+
 class SigningKeysUnknown(GatewayError):
     status, type, code = 503, "service_unavailable", "signing_keys_unknown"
 

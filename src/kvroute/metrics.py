@@ -219,6 +219,9 @@ class Metrics(Collector):
         self.retries = self._counter(
             "kvroute_retries", "Attempts that were repeated on another worker.", ["cause"]
         )
+        self.busy_answers = self._counter(
+            "kvroute_busy_answers", "Answers of workers that said that they are full.", ["worker"]
+        )
         self._handovers = self._counter(
             "kvroute_handovers",
             "Answers of a worker to prompts that another worker computed.",

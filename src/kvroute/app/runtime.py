@@ -394,6 +394,7 @@ class Runtime:
             metrics=self.metrics,
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
+            busy_workers=config.retries.busy_workers,
             on_sent=self.cache_tracker.on_dispatch if self.cache_tracker else None,
             log_traces=config.logging.requests and config.logging.format == "json",
             on_exhausted=self.descriptors.worker_unreachable,

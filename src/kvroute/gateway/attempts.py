@@ -21,12 +21,14 @@ from kvroute.errors import (
     PoolExhausted,
     ResponseTimeout,
     UpstreamError,
+    WorkersBusy,
     WorkerTimeout,
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import Worker
+from kvroute.gateway.back_pressure import estimated_retry_after_s
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.planner import RequestPlan, has_rank
 from kvroute.metrics import Metrics
@@ -100,6 +102,8 @@ class AttemptDeps:
     clock: Clock
     retry_statuses: frozenset[int]
     """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
+    busy_workers: int = 4
+    """Most workers that one request asks while they are full."""
     on_sent: Callable[[RouteQuery, Candidate], None] | None = None
     """Called after each attempt was sent; must not block."""
     log_traces: bool = False
@@ -128,6 +132,8 @@ class Attempts(Struct, eq=False):
     response: UpstreamResponse | None = None
     candidate: Candidate | None = None
     _dispatch: Reservation | None = None
+    _busy: list[tuple[Worker, int]] | None = None
+    """The workers that were full, with their Retry-After (0: none)."""
 
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
@@ -237,6 +243,35 @@ class Attempts(Struct, eq=False):
         self.release(self._deps.now())
         self._send_to_next(listener)
         return True
+
+    def leave_busy_worker(self, listener: AnswerListener, retry_after_s: int) -> None:
+        """Send the request to the next worker, because this one is full and has not taken it.
+
+        `retry_after_s` is the worker's, 0 if it names none. Raises WorkersBusy if no other worker may be
+        asked.
+        """
+        deps, candidate, now = self._deps, self.candidate, self._deps.now()
+        assert candidate is not None
+        if self._busy is None:
+            self._busy = []
+        self._busy.append((candidate.worker, retry_after_s))
+        deps.metrics.busy_answers.labels(candidate.worker.id).inc()
+        if self._dispatch is not None:
+            self._dispatch.abandon(now)
+        if self._record.attempts >= len(self._plan.decision.ranking) or len(self._busy) >= deps.busy_workers:
+            raise self._busy_error(self._busy)
+        deps.metrics.retries.labels("busy").inc()
+        self.release(now)
+        self._send_to_next(listener)
+
+    @staticmethod
+    def _busy_error(busy: list[tuple[Worker, int]]) -> WorkersBusy:
+        stated = [retry_after_s for _, retry_after_s in busy if retry_after_s]
+        estimated = estimated_retry_after_s(worker.load for worker, _ in busy)
+        return WorkersBusy(
+            f"Every worker that was asked is full ({len(busy)}).",
+            retry_after_s=min(stated) if stated else estimated,
+        )
 
     def _may_retry(self, cause: str) -> bool:
         """Take a retry from the budget; a refused connection costs nothing."""

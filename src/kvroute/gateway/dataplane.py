@@ -38,6 +38,7 @@ from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, model_alone, parse_request
+from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ class DataPlane:
         self._request_ids = _new_request_ids()
 
     def configure(
-        self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retry_statuses: frozenset[int]
+        self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retries: RetryOptions
     ) -> None:
         """Change these limits for further requests. Each model's strategy is looked up again."""
         self.planner.forget_strategies()
@@ -219,7 +220,11 @@ class DataPlane:
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
         self.admission.set_max_in_flight(max_in_flight)
-        attempts = dataclasses.replace(self.deps.attempts, retry_statuses=retry_statuses)
+        attempts = dataclasses.replace(
+            self.deps.attempts,
+            retry_statuses=frozenset(retries.statuses),
+            busy_workers=retries.busy_workers,
+        )
         self.deps = dataclasses.replace(self.deps, attempts=attempts)
 
     def read_sessions(

@@ -25,6 +25,7 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.worker import Worker
+from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import AttemptDeps, Attempts
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
@@ -154,6 +155,7 @@ class PredictionAudit:
 
 
 _SHORT_S = 0.05
+_MAYBE_BUSY = back_pressure.STATUSES
 _COMMENT = b":"
 """The first byte of a comment in an event stream."""
 _WITHOUT_BODY = (204, 304)
@@ -400,6 +402,8 @@ class Exchange(Struct, eq=False):
             parts = response.parts
             if self._is_started:
                 self._relay(response)
+            elif response.status in _MAYBE_BUSY and self._leaves_busy_worker(response):
+                pass
             # The head waits for the first token: until then another worker can still answer.
             elif parts and not (
                 (self._plan.preamble or parts[0].startswith(_COMMENT)) and self._holds_back(response)
@@ -418,6 +422,20 @@ class Exchange(Struct, eq=False):
             # A defect must end this exchange only, and release its reservations.
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
+
+    def _leaves_busy_worker(self, response: UpstreamResponse) -> bool:
+        """Whether the worker is full, and the request goes to another one; or that is not known yet."""
+        if response.error is not None:
+            return False
+        retry_after_s = back_pressure.retry_after_of(
+            response.status, response.headers, b"".join(response.parts), is_over=response.is_over
+        )
+        if retry_after_s is None:
+            return False
+        if retry_after_s != back_pressure.PENDING:
+            self._preamble = None
+            self._attempts.leave_busy_worker(self, retry_after_s)
+        return True
 
     def _holds_back(self, response: UpstreamResponse) -> bool:
         """Whether only a preamble has arrived, and the answer goes on."""

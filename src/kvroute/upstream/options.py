@@ -106,6 +106,15 @@ class RetryOptions(Options):
         (),
         "Statuses of an answer for which the request is retried on another worker, such as [429, 503].",
     )
+    busy_workers: int = option(
+        4,
+        "Most workers that one request asks while they answer that they are full: 429, 503 with Retry-After, "
+        "and 503 of a full queue of vLLM. Such answers spend no budget and eject no worker.",
+        unit="workers",
+        higher="a fleet whose workers are nearly all full finds the last free one",
+        lower="fewer refused requests for a fleet that is full",
+        ge=1,
+    )
     budget_percent: float = option(
         20.0,
         "Retries allowed, as a share of recent requests. Refused connections do not spend it.",
