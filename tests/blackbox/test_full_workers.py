@@ -189,6 +189,8 @@ async def test_goodput_stays_with_a_quarter_more_traffic_than_the_workers_can_do
                     return sum(task.done() for task in asked) + sum(w.taken for w in fleet) == offered
 
                 await until(is_settled)
+                # The refused clients and new ones come again while the workers are full.
+                statuses += [(await post(client)).status_code for _ in range(offered)]
                 for worker in fleet:
                     worker.may_answer.set()
                 statuses += [(await task).status_code for task in asked]

@@ -43,6 +43,8 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "streams_aborted": "Who ends answers early?",
             "streams_moved": "Do workers die after the head of a stream and before its first event?",
             "retries": "How often does a second worker have to help, and why?",
+            "requests_lost": "Which workers break off, and how many requests do they take with them?",
+            "lost_requests_refused": "Do clients repeat a request that kills its workers?",
             "busy_answers": "Which workers refuse requests because they are full?",
             "retries_denied": "Is the retry budget too small for the failures?",
             "handovers": "Which workers compute prompts for which others?",

@@ -31,6 +31,7 @@ from kvroute.fleet.worker import Worker
 from kvroute.gateway.back_pressure import estimated_retry_after_s
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.planner import RequestPlan, has_rank
+from kvroute.gateway.poison import LostRequests
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import Candidate, RouteQuery
@@ -102,6 +103,9 @@ class AttemptDeps:
     clock: Clock
     retry_statuses: frozenset[int]
     """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
+    lost: LostRequests | None = None
+    lost_workers: int = 2
+    """Most workers that begin to compute one request."""
     busy_workers: int = 4
     """Most workers that one request asks while they are full."""
     on_sent: Callable[[RouteQuery, Candidate], None] | None = None
@@ -132,6 +136,8 @@ class Attempts(Struct, eq=False):
     response: UpstreamResponse | None = None
     candidate: Candidate | None = None
     _dispatch: Reservation | None = None
+    _begun: int = 0
+    """Workers that have begun to compute the request and failed."""
     _busy: list[tuple[Worker, int]] | None = None
     """The workers that were full, with their Retry-After (0: none)."""
 
@@ -221,7 +227,8 @@ class Attempts(Struct, eq=False):
             return
         self._record.error = error.cause
         self._report(worker, error)
-        has_next = self._record.attempts < len(self._plan.decision.ranking)
+        may_begin = self.may_begin_after(worker, error)
+        has_next = may_begin and self._record.attempts < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and has_next and self._may_retry(error.cause):
             self.release(deps.now())
             self._send_to_next(listener)
@@ -235,10 +242,29 @@ class Attempts(Struct, eq=False):
         elif not isinstance(error, _OWN_LIMITS):  # those are the gateway's own, not failures of the worker
             self._deps.health.report_failure(worker, error.cause)
 
+    def may_begin_after(self, worker: Worker, error: UpstreamError) -> bool:
+        """Account for a failed attempt. Returns whether another worker may begin to compute the request."""
+        if not error.sent:
+            return True
+        self._begun += 1
+        self.report_lost(worker, error)
+        return self._begun < self._deps.lost_workers
+
+    def report_lost(self, worker: Worker, error: UpstreamError) -> None:
+        """Keep the request's body among those that have lost workers, if the worker broke off."""
+        plan, lost = self._plan, self._deps.lost
+        if lost is not None and isinstance(error, ConnectionLost):
+            lost.lost(worker, self._record.key, plan.target, plan.body, plan.model)
+
     def retry_after_status(self, listener: AnswerListener) -> bool:
         """Send the request to the next worker because of the answer's status; False if no retry is
         possible."""
-        if self._record.attempts >= len(self._plan.decision.ranking) or not self._may_retry("status"):
+        self._begun += 1
+        if self._begun >= self._deps.lost_workers or self._record.attempts >= len(
+            self._plan.decision.ranking
+        ):
+            return False
+        if not self._may_retry("status"):
             return False
         self.release(self._deps.now())
         self._send_to_next(listener)
@@ -292,6 +318,10 @@ class Attempts(Struct, eq=False):
             )
         if isinstance(error, ResponseTimeout):
             return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
+        if self._begun > 1 and self._begun >= self._deps.lost_workers:
+            return WorkerUnreachable(
+                f"{self._begun} workers began to compute the request and failed (last: {error.cause})."
+            )
         if not has_next and isinstance(error, _RETRYABLE):
             tried = self._record.attempts
             return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")

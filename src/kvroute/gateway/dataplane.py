@@ -28,6 +28,7 @@ from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
+from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.session_keys import SessionKeys
@@ -176,6 +177,7 @@ class DataPlane:
         self.queue = queue
         self._announce = announce
         self.deps = deps
+        self.lost = deps.attempts.lost or LostRequests(RetryOptions(), deps.clock, deps.metrics)
         self.journal = deps.journal
         self.clock = deps.clock
         self.metrics = deps.metrics
@@ -223,8 +225,10 @@ class DataPlane:
         attempts = dataclasses.replace(
             self.deps.attempts,
             retry_statuses=frozenset(retries.statuses),
+            lost_workers=retries.lost_workers,
             busy_workers=retries.busy_workers,
         )
+        self.lost.refuse_s = retries.refuse_s
         self.deps = dataclasses.replace(self.deps, attempts=attempts)
 
     def read_sessions(
@@ -315,6 +319,8 @@ class DataPlane:
             if record.use is not None:
                 self._check_may_be_unread(request, record.use.client)
             plan = self.planner.plan(request, target, headers, now, owner, fields=fields)
+        if self.lost.sizes and len(plan.body) in self.lost.sizes:
+            self.lost.check(record.key, plan.target, plan.body)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if trace is not None:
             trace.decided = self._now()

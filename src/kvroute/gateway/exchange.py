@@ -168,11 +168,15 @@ CLIENT_LEFT = 499
 _TAIL_BYTES = 4096
 _SMALL_BYTES = 2048
 """Up to this size, to decode an answer costs less than to search it."""
+_MAX_TOKENS = 10**9 - 1
+"""More tokens than any answer has. A larger figure of a worker is none: sums of it would not be finite."""
 # These match only fields of the worker: inside generated text the quotes are escaped.
-_first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
-_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
-_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
-_completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)').search
+_first_prompt_tokens = re.compile(
+    rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)'
+).match
+_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
 
 
 class _Details(Struct, gc=False):
@@ -235,12 +239,12 @@ def usage_of(usage: AnswerUsage) -> Usage | None:
     completion = usage.completion_tokens
     if completion is None:
         completion = usage.output_tokens or 0
-    if tokens is None or tokens < 0:
+    if tokens is None or not 0 <= tokens <= _MAX_TOKENS:
         return None
     cached = usage.cached_tokens if details is None else details.cached_tokens
-    if cached is not None and cached < 0:
+    if cached is not None and not 0 <= cached <= _MAX_TOKENS:
         cached = None
-    return Usage(tokens, cached, max(0, completion))
+    return Usage(tokens, cached, completion if 0 <= completion <= _MAX_TOKENS else 0)
 
 
 _MAX_CACHED_LINES = 4096
@@ -705,6 +709,7 @@ class Exchange(Struct, eq=False):
         record.ended_by, record.error = "worker", error.cause
         deps.metrics.streams_aborted.labels("worker").inc()
         deps.attempts.health.report_failure(candidate.worker, error.cause)
+        self._attempts.report_lost(candidate.worker, error)
         self._fail(WorkerUnreachable(f"Worker {candidate.worker.id!r} broke off its answer."))
 
     def _fail(self, error: GatewayError) -> None:
@@ -738,9 +743,14 @@ class Exchange(Struct, eq=False):
         deps, on_end = self._deps, self._on_end
         if now is None:
             now = deps.now()
-        self._attempts.release(now)
-        deps.journal.finished(self._record, now)
-        on_end(self)
+        # Each step must run whatever the ones before it raise: nothing else releases what they hold.
+        try:
+            self._attempts.release(now)
+        finally:
+            try:
+                deps.journal.finished(self._record, now)
+            finally:
+                on_end(self)
 
 
 def _answer_fields(response: UpstreamResponse) -> tuple[bytes, bool, bool]:

@@ -181,6 +181,8 @@ class HandoverAttempts(Attempts, kw_only=True):
                 return None
             self._report(prefill.worker, error)
             is_late = isinstance(error, ResponseTimeout)
+            if not self.may_begin_after(prefill.worker, error):
+                raise self._client_error(error, prefill.worker.id, False) from error
             self._fall_back("prefill_timeout" if is_late else error.cause, listener)
             return None
         if status in back_pressure.STATUSES:
@@ -287,7 +289,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         assert self.candidate is not None
         worker = self.candidate.worker
         self._report(worker, error)
-        if not self._may_retry("decode_timeout"):
+        if not self.may_begin_after(worker, error) or not self._may_retry("decode_timeout"):
             raise WorkerTimeout(f"Worker {worker.id!r} did not answer in time.")
         self._fall_back("decode_timeout", listener, whole_first=False)
 
