@@ -88,9 +88,9 @@ class WireError(KvrouteError):
 class UpstreamError(KvrouteError):
     """A worker's connection failed before a complete answer.
 
-    `sent` is False only if the worker has certainly received no byte of the request. `reused` is True when a
-    kept-alive connection broke before the first byte of the answer. Usually the worker has then closed the
-    idle connection while the request was in transit, which is no sign of bad health.
+    `sent` is False only if the worker has certainly received no byte of the request. `reused` is True when
+    the worker had closed a kept-alive connection before the whole request had arrived there, so that it
+    cannot have begun to compute it; that is no sign of bad health.
     """
 
     sent: ClassVar[bool] = True
@@ -270,8 +270,20 @@ class WorkerUnreachable(GatewayError):
     status, type, code = 502, "bad_gateway", "worker_unreachable"
 
 
+class RequestLostWorkers(GatewayError):
+    """Workers were lost while they computed a request with this body, so no other worker gets it."""
+
+    status, type, code = 502, "bad_gateway", "request_lost_workers"
+
+
 class NoRoutableWorker(GatewayError):
     status, type, code = 503, "service_unavailable", "no_routable_worker"
+
+
+class WorkersBusy(GatewayError):
+    """Every worker that was asked is full."""
+
+    status, type, code = 503, "service_unavailable", "workers_busy"
 
 
 class SigningKeysUnknown(GatewayError):

@@ -219,6 +219,17 @@ class Metrics(Collector):
         self.retries = self._counter(
             "kvroute_retries", "Attempts that were repeated on another worker.", ["cause"]
         )
+        self.requests_lost = self._counter(
+            "kvroute_requests_lost",
+            "Requests that a worker broke off without a complete answer, except where it was to leave.",
+            ["worker"],
+        )
+        self.lost_requests_refused = self._counter(
+            "kvroute_lost_requests_refused", "Requests that were refused because their body has lost workers."
+        ).labels()
+        self.busy_answers = self._counter(
+            "kvroute_busy_answers", "Answers of workers that said that they are full.", ["worker"]
+        )
         self._handovers = self._counter(
             "kvroute_handovers",
             "Answers of a worker to prompts that another worker computed.",

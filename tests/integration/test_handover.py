@@ -481,14 +481,27 @@ async def test_a_decode_worker_that_breaks_off_is_replaced_and_the_blocks_are_fr
         await until(lambda: all_quiet(gateway))
 
 
-async def test_blocks_that_a_full_decode_worker_does_not_take_are_freed(run_fleet):
+async def test_blocks_that_a_full_decode_worker_does_not_take_go_to_the_next_one(run_fleet):
     async with run_fleet("pdd") as (gateway, (prefill, one, two)):
         chosen = (await gateway.client.post("/v1/route/explain", json=BODIES[CHAT])).json()
-        full = one if chosen["ranking"][0]["worker"] == "w1" else two
+        full, other = (one, two) if chosen["ranking"][0]["worker"] == "w1" else (two, one)
         full.worker.faults.add(Fault(kind="status", status=429, path=CHAT))
         answer = await ask(gateway)
 
-        assert answer.status_code == 429
+        assert answer.status_code == 200
+        assert other.worker.transfers.reads == 1
+        await until(lambda: usage_of(prefill) == 0)
+        await until(lambda: all_quiet(gateway))
+
+
+async def test_blocks_that_a_decode_worker_refuses_are_freed(run_fleet):
+    async with run_fleet("pdd") as (gateway, (prefill, one, two)):
+        chosen = (await gateway.client.post("/v1/route/explain", json=BODIES[CHAT])).json()
+        refusing = one if chosen["ranking"][0]["worker"] == "w1" else two
+        refusing.worker.faults.add(Fault(kind="status", status=400, path=CHAT))
+        answer = await ask(gateway)
+
+        assert answer.status_code == 400
         await until(lambda: usage_of(prefill) == 0)
         await until(lambda: all_quiet(gateway))
 

@@ -300,7 +300,7 @@ def apply_changes(before: Config, config: Config, services: Services) -> None:
         max_body_bytes=server.max_body_bytes,
         max_in_flight=server.max_in_flight,
         held_bytes=upstream.read_buffer_bytes,
-        retry_statuses=frozenset(config.retries.statuses),
+        retries=config.retries,
     )
     if fleet.workers != before.fleet.workers:
         services.fleet.apply("static", [entry.spec() for entry in fleet.workers])

@@ -24,6 +24,7 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.gateway.client_keys import KeyRing, SharedUse
 from kvroute.gateway.planner import ResponseOwners
+from kvroute.gateway.poison import Loss, LostRequests
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.envelope import ID_BYTES
@@ -49,6 +50,7 @@ from kvroute.replicas.messages import (
     KeysRefilling,
     KeyUsed,
     LearnedCosts,
+    LostRequestsCleared,
     Message,
     OverrideEntry,
     OverridesChanged,
@@ -56,6 +58,7 @@ from kvroute.replicas.messages import (
     PeerId,
     PlacedSessions,
     RecentPrompts,
+    RequestLost,
     SessionForgotten,
     SharedMessage,
     SnapshotRequest,
@@ -137,6 +140,10 @@ class OverrideLog:
             frozenset(WorkerId(entry.worker) for entry in entries if entry.removed),
             frozenset(WorkerId(entry.worker) for entry in entries if entry.drained),
         )
+
+
+def _lost_message(loss: Loss, age_s: float) -> RequestLost:
+    return RequestLost(loss.digest, loss.id, loss.key, loss.model, loss.body_bytes, loss.worker, age_s)
 
 
 def _effect(entry: OverrideEntry | None) -> tuple[AdminWorkerSpec | None, bool, bool]:
@@ -221,6 +228,7 @@ class Replica:
         self._mirror: CacheTrackerMirror | None = None
         self._reports: CacheReports | None = None
         self._ring: KeyRing | None = None
+        self._lost: LostRequests | None = None
         # Processes of a gateway that start together are in sync: no request was dispatched yet.
         self._joining = Joining(
             self.send,
@@ -271,6 +279,8 @@ class Replica:
             PlacedSessions: self._on_placed_sessions,
             KeyUsed: self._on_key_used,
             KeysRefilling: self._on_keys_refilling,
+            RequestLost: self._on_request_lost,
+            LostRequestsCleared: self._on_lost_requests_cleared,
             InSync: self._on_in_sync,
             **({} if reports is None else reports.handlers),
         }
@@ -284,6 +294,21 @@ class Replica:
         self._ring = ring
         if ring is not None:
             ring.share(lambda use: self.publish(KeyUsed(*use)))
+
+    def share_lost_requests(self, lost: LostRequests) -> None:
+        """Let bodies that have lost workers be refused by all processes and gateways."""
+        self._lost = lost
+        lost.share = lambda loss: self.publish(_lost_message(loss, 0.0))
+        lost.share_clear = lambda digest: self.publish(LostRequestsCleared(digest))
+
+    def _on_request_lost(self, _: PeerId, message: RequestLost) -> None:
+        if self._lost is not None and message.age_s >= 0:
+            *fields, _ = msgspec.structs.astuple(message)
+            self._lost.merge(Loss(*fields), message.age_s)
+
+    def _on_lost_requests_cleared(self, _: PeerId, message: LostRequestsCleared) -> None:
+        if self._lost is not None:
+            self._lost.clear(message.digest, is_own=False)
 
     def _flush_soon(self, after_s: float = GATHER_S) -> None:
         if self._timer is None:
@@ -419,9 +444,11 @@ class Replica:
         self._flush(everything=True)  # so that the state has everything that is not sent after it
         overrides = self._overrides.snapshot(self._fleet.admin_overrides())
         uses = [] if self._ring is None else self._ring.own_uses()
+        losses = [] if self._lost is None else self._lost.losses()
         return [
             *([overrides] if overrides.entries else []),
             *(KeyUsed(*use) for use in uses),
+            *(_lost_message(loss, age_s) for loss, age_s in losses),
             *self.own.unfinished(),
         ]
 

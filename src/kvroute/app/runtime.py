@@ -51,6 +51,7 @@ from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
+from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
 from kvroute.gateway.session_keys import SessionKeys
@@ -182,6 +183,7 @@ class Runtime:
         self._tokens = TokenVerifier(jwt, self.metrics, clock) if jwt.is_on else None
         self._ring = self._read_ring()
         self._budget = RetryBudget(config.retries)
+        self._lost = LostRequests(config.retries, clock, self.metrics)
         self.plane = self._data_plane()
         self.application = self._application()
         self.reload.appliers.append(self._apply_config)
@@ -311,6 +313,7 @@ class Runtime:
         )
         replica.own.counts_repeats = self._config.scaling.deletion_cost.enabled
         replica.share_limits(self._ring)
+        replica.share_lost_requests(self._lost)
         replica.serve_admin(self._journal.decisions, self.audit.describe)
         registry = self.metrics.registry
         if replica.channel is not None:
@@ -394,6 +397,9 @@ class Runtime:
             metrics=self.metrics,
             clock=self._clock,
             retry_statuses=frozenset(config.retries.statuses),
+            lost=self._lost,
+            lost_workers=config.retries.lost_workers,
+            busy_workers=config.retries.busy_workers,
             on_sent=self.cache_tracker.on_dispatch if self.cache_tracker else None,
             log_traces=config.logging.requests and config.logging.format == "json",
             on_exhausted=self.descriptors.worker_unreachable,
@@ -479,6 +485,7 @@ class Runtime:
                 else None,
                 cleared=self._cleared_through_admin,
             ),
+            self._lost,
         )
         self.live = LiveFigures(
             self.fleet,

@@ -332,6 +332,21 @@ class Reservation(Struct, eq=False):
             stay = now - self._start
             before = load.residence_s
             load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
+        self._release(now)
+
+    def abandon(self, now: float) -> None:
+        """Return the reserved load of a request that the worker has refused: it counts in no average."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        load = self._load
+        load.in_flight -= 1
+        load.active_tokens -= self.tokens
+        if self.is_queued:
+            load._leave_queue(self, now, False)
+        self._release(now)
+
+    def _release(self, now: float) -> None:
         lease, listener = self.lease, self.listener
         if lease is not None:
             lease.release()

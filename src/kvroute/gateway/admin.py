@@ -28,6 +28,7 @@ from kvroute.gateway.asgi import read_body
 from kvroute.gateway.engine_control import ACTIONS, EngineControl
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.live import LiveFigures
+from kvroute.gateway.poison import LostRequests
 from kvroute.openai.request import parse_object
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Router
@@ -61,12 +62,13 @@ def admin_routes(
     peers: PeerProcesses | None = None,
     members: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
     engines: EngineControl | None = None,
+    lost: LostRequests | None = None,
 ) -> APIRouter:
     """The routes under /admin.
 
     `masked_config` returns the resolved configuration without secrets, `caches` the state of the cache map.
     `peers` are the other processes, if there are any; `members` describes this process and those of other
-    gateways. `engines` passes requests to workers.
+    gateways. `engines` passes requests to workers. `lost` are the bodies that have lost workers.
     """
 
     # Only declares the key, for /docs.
@@ -171,6 +173,9 @@ def admin_routes(
         own = journal.decisions(limit, request_id)
         return {"decisions": own if peers is None else await peers.decisions(limit, request_id, own)}
 
+    if lost is not None:
+        lost_routes(routes, lost)
+
     @routes.get("/members", summary="The gateway processes that share with this one: lag, release, gaps")
     async def all_members() -> dict[str, Any]:
         return {"members": members()}
@@ -180,6 +185,40 @@ def admin_routes(
         return masked_config()
 
     return routes
+
+
+def lost_routes(routes: APIRouter, lost: LostRequests) -> None:
+    """Add the routes below /admin/lost-requests."""
+
+    @routes.get("/lost-requests", summary="Bodies that have lost workers, by hash, the last one first")
+    async def listed() -> dict[str, Any]:
+        return {"lost_requests": lost.describe()}
+
+    @routes.delete("/lost-requests", summary="Forget all of them; refused bodies are served again")
+    async def clear_all(request: Request) -> dict[str, Any]:
+        return cleared(request, b"")
+
+    @routes.delete("/lost-requests/{digest}", summary="Forget one of them")
+    async def clear(digest: str, request: Request) -> dict[str, Any]:
+        try:
+            known = bytes.fromhex(digest)
+        except ValueError:
+            known = b""
+        if not known:
+            raise InvalidRequest("The hash is not hexadecimal.", param="digest")
+        return cleared(request, known)
+
+    def cleared(request: Request, digest: bytes) -> dict[str, Any]:
+        count = lost.clear(digest)
+        audit_log.info(
+            "%d bodies that have lost workers cleared through the admin API",
+            count,
+            extra={
+                "client": _client_address(request),
+                "key_fingerprint": request.scope[KEY_FINGERPRINT],
+            },
+        )
+        return {"cleared": count}
 
 
 def _audit(request: Request, change: str, worker: Worker) -> None:

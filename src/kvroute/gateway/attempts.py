@@ -21,14 +21,17 @@ from kvroute.errors import (
     PoolExhausted,
     ResponseTimeout,
     UpstreamError,
+    WorkersBusy,
     WorkerTimeout,
     WorkerUnreachable,
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.load import Reservation
 from kvroute.fleet.worker import Worker
+from kvroute.gateway.back_pressure import estimated_retry_after_s
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.planner import RequestPlan, has_rank
+from kvroute.gateway.poison import LostRequests
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import Candidate, RouteQuery
@@ -100,6 +103,11 @@ class AttemptDeps:
     clock: Clock
     retry_statuses: frozenset[int]
     """Statuses of a worker's answer for which the exchange asks for `Attempts.retry_after_status`."""
+    lost: LostRequests | None = None
+    lost_workers: int = 2
+    """Most workers that begin to compute one request."""
+    busy_workers: int = 4
+    """Most workers that one request asks while they are full."""
     on_sent: Callable[[RouteQuery, Candidate], None] | None = None
     """Called after each attempt was sent; must not block."""
     log_traces: bool = False
@@ -128,6 +136,10 @@ class Attempts(Struct, eq=False):
     response: UpstreamResponse | None = None
     candidate: Candidate | None = None
     _dispatch: Reservation | None = None
+    _begun: int = 0
+    """Workers that have begun to compute the request and failed."""
+    _busy: list[tuple[Worker, int]] | None = None
+    """The workers that were full, with their Retry-After (0: none)."""
 
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
@@ -215,7 +227,8 @@ class Attempts(Struct, eq=False):
             return
         self._record.error = error.cause
         self._report(worker, error)
-        has_next = self._record.attempts < len(self._plan.decision.ranking)
+        may_begin = self.may_begin_after(worker, error)
+        has_next = may_begin and self._record.attempts < len(self._plan.decision.ranking)
         if isinstance(error, _RETRYABLE) and has_next and self._may_retry(error.cause):
             self.release(deps.now())
             self._send_to_next(listener)
@@ -229,14 +242,62 @@ class Attempts(Struct, eq=False):
         elif not isinstance(error, _OWN_LIMITS):  # those are the gateway's own, not failures of the worker
             self._deps.health.report_failure(worker, error.cause)
 
+    def may_begin_after(self, worker: Worker, error: UpstreamError) -> bool:
+        """Account for a failed attempt. Returns whether another worker may begin to compute the request."""
+        if not error.sent:
+            return True
+        self._begun += 1
+        self.report_lost(worker, error)
+        return self._begun < self._deps.lost_workers
+
+    def report_lost(self, worker: Worker, error: UpstreamError) -> None:
+        """Keep the request's body among those that have lost workers, if the worker broke off."""
+        plan, lost = self._plan, self._deps.lost
+        if lost is not None and isinstance(error, ConnectionLost):
+            lost.lost(worker, self._record.key, plan.target, plan.body, plan.model)
+
     def retry_after_status(self, listener: AnswerListener) -> bool:
         """Send the request to the next worker because of the answer's status; False if no retry is
         possible."""
-        if self._record.attempts >= len(self._plan.decision.ranking) or not self._may_retry("status"):
+        self._begun += 1
+        if self._begun >= self._deps.lost_workers or self._record.attempts >= len(
+            self._plan.decision.ranking
+        ):
+            return False
+        if not self._may_retry("status"):
             return False
         self.release(self._deps.now())
         self._send_to_next(listener)
         return True
+
+    def leave_busy_worker(self, listener: AnswerListener, retry_after_s: int) -> None:
+        """Send the request to the next worker, because this one is full and has not taken it.
+
+        `retry_after_s` is the worker's, 0 if it names none. Raises WorkersBusy if no other worker may be
+        asked.
+        """
+        deps, candidate, now = self._deps, self.candidate, self._deps.now()
+        assert candidate is not None
+        if self._busy is None:
+            self._busy = []
+        self._busy.append((candidate.worker, retry_after_s))
+        deps.metrics.busy_answers.labels(candidate.worker.id).inc()
+        if self._dispatch is not None:
+            self._dispatch.abandon(now)
+        if self._record.attempts >= len(self._plan.decision.ranking) or len(self._busy) >= deps.busy_workers:
+            raise self._busy_error(self._busy)
+        deps.metrics.retries.labels("busy").inc()
+        self.release(now)
+        self._send_to_next(listener)
+
+    @staticmethod
+    def _busy_error(busy: list[tuple[Worker, int]]) -> WorkersBusy:
+        stated = [retry_after_s for _, retry_after_s in busy if retry_after_s]
+        estimated = estimated_retry_after_s(worker.load for worker, _ in busy)
+        return WorkersBusy(
+            f"Every worker that was asked is full ({len(busy)}).",
+            retry_after_s=min(stated) if stated else estimated,
+        )
 
     def _may_retry(self, cause: str) -> bool:
         """Take a retry from the budget; a refused connection costs nothing."""
@@ -257,6 +318,10 @@ class Attempts(Struct, eq=False):
             )
         if isinstance(error, ResponseTimeout):
             return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
+        if self._begun > 1 and self._begun >= self._deps.lost_workers:
+            return WorkerUnreachable(
+                f"{self._begun} workers began to compute the request and failed (last: {error.cause})."
+            )
         if not has_next and isinstance(error, _RETRYABLE):
             tried = self._record.attempts
             return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")

@@ -28,6 +28,7 @@ from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
+from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.session_keys import SessionKeys
@@ -38,6 +39,7 @@ from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, model_alone, parse_request
+from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.writes import Outbox
 
 log = logging.getLogger(__name__)
@@ -175,6 +177,7 @@ class DataPlane:
         self.queue = queue
         self._announce = announce
         self.deps = deps
+        self.lost = deps.attempts.lost or LostRequests(RetryOptions(), deps.clock, deps.metrics)
         self.journal = deps.journal
         self.clock = deps.clock
         self.metrics = deps.metrics
@@ -211,7 +214,7 @@ class DataPlane:
         self._request_ids = _new_request_ids()
 
     def configure(
-        self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retry_statuses: frozenset[int]
+        self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retries: RetryOptions
     ) -> None:
         """Change these limits for further requests. Each model's strategy is looked up again."""
         self.planner.forget_strategies()
@@ -219,7 +222,13 @@ class DataPlane:
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
         self.admission.set_max_in_flight(max_in_flight)
-        attempts = dataclasses.replace(self.deps.attempts, retry_statuses=retry_statuses)
+        attempts = dataclasses.replace(
+            self.deps.attempts,
+            retry_statuses=frozenset(retries.statuses),
+            lost_workers=retries.lost_workers,
+            busy_workers=retries.busy_workers,
+        )
+        self.lost.refuse_s = retries.refuse_s
         self.deps = dataclasses.replace(self.deps, attempts=attempts)
 
     def read_sessions(
@@ -310,6 +319,8 @@ class DataPlane:
             if record.use is not None:
                 self._check_may_be_unread(request, record.use.client)
             plan = self.planner.plan(request, target, headers, now, owner, fields=fields)
+        if self.lost.sizes and len(plan.body) in self.lost.sizes:
+            self.lost.check(record.key, plan.target, plan.body)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
         if trace is not None:
             trace.decided = self._now()

@@ -25,6 +25,7 @@ from kvroute.errors import (
     WorkerUnreachable,
 )
 from kvroute.fleet.worker import Worker
+from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import AttemptDeps, Attempts
 from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
@@ -154,6 +155,7 @@ class PredictionAudit:
 
 
 _SHORT_S = 0.05
+_MAYBE_BUSY = back_pressure.STATUSES
 _COMMENT = b":"
 """The first byte of a comment in an event stream."""
 _WITHOUT_BODY = (204, 304)
@@ -166,13 +168,17 @@ CLIENT_LEFT = 499
 _TAIL_BYTES = 4096
 _SMALL_BYTES = 2048
 """Up to this size, to decode an answer costs less than to search it."""
+_MAX_TOKENS = 10**9 - 1
+"""More tokens than any answer has. A larger figure of a worker is none: sums of it would not be finite."""
 # These match only fields of the worker: inside generated text the quotes are escaped.
-_first_prompt_tokens = re.compile(rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d+)').match
-_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)').search
-_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d+)').search
-_completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)').search
-_cache_read_tokens = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)').search
-_cache_creation_tokens = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d+)').search
+_first_prompt_tokens = re.compile(
+    rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)'
+).match
+_prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_cache_read_tokens = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,9})(?!\d)').search
+_cache_creation_tokens = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,9})(?!\d)').search
 
 
 class _Details(Struct, gc=False):
@@ -245,15 +251,18 @@ def usage_of(usage: AnswerUsage) -> Usage | None:
     completion = usage.completion_tokens
     if completion is None:
         completion = usage.output_tokens or 0
-    if tokens is None or tokens < 0:
+    if tokens is None or not 0 <= tokens <= _MAX_TOKENS:
         return None
     cached = usage.cached_tokens if details is None else details.cached_tokens
-    if cached is None and usage.cache_read_input_tokens is not None:
-        cached = usage.cache_read_input_tokens
-        tokens += max(0, cached) + max(0, usage.cache_creation_input_tokens or 0)
-    if cached is not None and cached < 0:
+    if cached is not None and not 0 <= cached <= _MAX_TOKENS:
         cached = None
-    return Usage(tokens, cached, max(0, completion))
+    elif cached is None and (read := usage.cache_read_input_tokens) is not None:
+        created = usage.cache_creation_input_tokens or 0
+        if not (0 <= read <= _MAX_TOKENS and 0 <= created <= _MAX_TOKENS):
+            return None
+        cached = read
+        tokens += read + created
+    return Usage(tokens, cached, completion if 0 <= completion <= _MAX_TOKENS else 0)
 
 
 _MAX_CACHED_LINES = 4096
@@ -415,6 +424,8 @@ class Exchange(Struct, eq=False):
             parts = response.parts
             if self._is_started:
                 self._relay(response)
+            elif response.status in _MAYBE_BUSY and self._leaves_busy_worker(response):
+                pass
             # The head waits for the first token: until then another worker can still answer.
             elif parts and not (
                 (self._plan.preamble or parts[0].startswith(_COMMENT)) and self._holds_back(response)
@@ -433,6 +444,20 @@ class Exchange(Struct, eq=False):
             # A defect must end this exchange only, and release its reservations.
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
+
+    def _leaves_busy_worker(self, response: UpstreamResponse) -> bool:
+        """Whether the worker is full, and the request goes to another one; or that is not known yet."""
+        if response.error is not None:
+            return False
+        retry_after_s = back_pressure.retry_after_of(
+            response.status, response.headers, b"".join(response.parts), is_over=response.is_over
+        )
+        if retry_after_s is None:
+            return False
+        if retry_after_s != back_pressure.PENDING:
+            self._preamble = None
+            self._attempts.leave_busy_worker(self, retry_after_s)
+        return True
 
     def _holds_back(self, response: UpstreamResponse) -> bool:
         """Whether only a preamble has arrived, and the answer goes on."""
@@ -702,6 +727,7 @@ class Exchange(Struct, eq=False):
         record.ended_by, record.error = "worker", error.cause
         deps.metrics.streams_aborted.labels("worker").inc()
         deps.attempts.health.report_failure(candidate.worker, error.cause)
+        self._attempts.report_lost(candidate.worker, error)
         self._fail(WorkerUnreachable(f"Worker {candidate.worker.id!r} broke off its answer."))
 
     def _fail(self, error: GatewayError) -> None:
@@ -735,9 +761,14 @@ class Exchange(Struct, eq=False):
         deps, on_end = self._deps, self._on_end
         if now is None:
             now = deps.now()
-        self._attempts.release(now)
-        deps.journal.finished(self._record, now)
-        on_end(self)
+        # Each step must run whatever the ones before it raise: nothing else releases what they hold.
+        try:
+            self._attempts.release(now)
+        finally:
+            try:
+                deps.journal.finished(self._record, now)
+            finally:
+                on_end(self)
 
 
 def _answer_fields(response: UpstreamResponse) -> tuple[bytes, bool, bool]:

@@ -5,7 +5,7 @@ sent immediately, takes that to the decode worker. The client gets the decode wo
 may fail; then a worker does the whole request:
 
 - the prefill worker refuses, dies, is too late or reports no blocks: the decode worker;
-- the decode worker cannot be reached: the next decode worker, with the same blocks;
+- the decode worker cannot be reached, or is full: the next decode worker, with the same blocks;
 - it breaks off before its first byte, or is too late: the next worker, without the blocks;
 - its answer says that the transfer failed (status 5xx, or an error as the first event of a stream): the
   decode worker itself, without the blocks, once.
@@ -34,6 +34,7 @@ from kvroute.errors import (
     ResponseTimeout,
     WorkerTimeout,
 )
+from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Forwarding
 from kvroute.gateway.exchange import Exchange, ExchangeDeps, usage_in, usage_of_whole
@@ -180,8 +181,18 @@ class HandoverAttempts(Attempts, kw_only=True):
                 return None
             self._report(prefill.worker, error)
             is_late = isinstance(error, ResponseTimeout)
+            if not self.may_begin_after(prefill.worker, error):
+                raise self._client_error(error, prefill.worker.id, False) from error
             self._fall_back("prefill_timeout" if is_late else error.cause, listener)
             return None
+        if status in back_pressure.STATUSES:
+            body, seen = b"".join(response.parts), response.headers
+            if back_pressure.retry_after_of(status, seen, body, is_over=True) is not None:
+                deps.metrics.busy_answers.labels(prefill.worker.id).inc()
+                if self._accounts is not None:
+                    self._accounts.prefill.abandon(deps.now())
+                self._fall_back("busy", listener)
+                return None
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(prefill.worker, status)
         if status != 200:
@@ -254,6 +265,16 @@ class HandoverAttempts(Attempts, kw_only=True):
                     self.phase, self._params = _REST, None
         Attempts.retry_after_failure(self, listener)
 
+    def leave_busy_worker(self, listener: AnswerListener, retry_after_s: int) -> None:
+        """See `Attempts`. A full decode worker has not taken the blocks, so the next one gets them."""
+        if self.phase is _DECODE:
+            self._order(whole_first=False)
+            self._note("busy")
+            if not self._others():
+                self._free_blocks()
+                self.phase = _REST
+        Attempts.leave_busy_worker(self, listener, retry_after_s)
+
     def retry_without_blocks(self, listener: AnswerListener) -> bool:
         """The decode worker says that the transfer failed: send the request once more.
 
@@ -268,7 +289,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         assert self.candidate is not None
         worker = self.candidate.worker
         self._report(worker, error)
-        if not self._may_retry("decode_timeout"):
+        if not self.may_begin_after(worker, error) or not self._may_retry("decode_timeout"):
             raise WorkerTimeout(f"Worker {worker.id!r} did not answer in time.")
         self._fall_back("decode_timeout", listener, whole_first=False)
 

@@ -100,7 +100,7 @@ def cached_tokens_in(params: bytes) -> int | None:
         tokens = _decode_kept(params).remote_prefill_cached_tokens
     except UNREADABLE:
         return None
-    return tokens if tokens is None or tokens >= 0 else None
+    return tokens if tokens is not None and 0 <= tokens < 10**9 else None
 
 
 def split_params(answer: bytes) -> tuple[bytes, bytes]:

@@ -20,7 +20,14 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvroute.errors import WireError
-from kvroute.replicas.messages import KeysRefilling, KeyUsed, OverridesChanged, SharedMessage
+from kvroute.replicas.messages import (
+    KeysRefilling,
+    KeyUsed,
+    LostRequestsCleared,
+    OverridesChanged,
+    RequestLost,
+    SharedMessage,
+)
 from kvroute.wire.lmcache_server import SharedReport
 
 FORMAT: Final = 2
@@ -44,8 +51,16 @@ _LITTLE: Final = 0
 _BIG: Final = 1
 _ORDER: Final = _LITTLE if sys.byteorder == "little" else _BIG
 
-NEEDS_HMAC: Final = (OverridesChanged, KeyUsed, KeysRefilling, SharedReport)
-"""Messages that are sent and believed with an HMAC only. They change the fleet, use up limits of keys, or say
+NEEDS_HMAC: Final = (
+    OverridesChanged,
+    KeyUsed,
+    KeysRefilling,
+    RequestLost,
+    LostRequestsCleared,
+    SharedReport,
+)
+"""Messages that are sent and believed with an HMAC only. They change the fleet, use up limits of keys, let
+bodies be refused, or say
 where the KV and the LMCache server of a worker are: prefetches send prompts there."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode

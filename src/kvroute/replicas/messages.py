@@ -464,6 +464,24 @@ class KeyUsed(PeerMessage, frozen=True):
     in_flight: int
 
 
+class RequestLost(PeerMessage, frozen=True):
+    """A worker was lost while it had a request with this body (`gateway.poison.Loss`), `age_s` ago."""
+
+    digest: bytes
+    id: int
+    key: str
+    model: str
+    body_bytes: int
+    worker: str
+    age_s: float
+
+
+class LostRequestsCleared(PeerMessage, frozen=True):
+    """An operator has cleared the losses of the body with this digest, or of all (b"")."""
+
+    digest: bytes
+
+
 class KeysRefilling(PeerMessage, frozen=True):
     """Key, requests and tokens that have not refilled yet, for a process that joins."""
 
@@ -542,6 +560,8 @@ SharedMessage: TypeAlias = (
     | PlacedSessions
     | KeyUsed
     | KeysRefilling
+    | RequestLost
+    | LostRequestsCleared
     | InSync
     | Leaving
     | MemberState

@@ -215,9 +215,15 @@ _PATHS: Final = frozenset(path for _, path in ROUTES)
 
 
 class SimApp:
-    """The ASGI application. `reset` resets the connection of a scope."""
+    """The ASGI application. `reset` resets the connection of a scope, `kill` is `RunningSim.kill`."""
 
-    def __init__(self, worker: SimWorker, reset: Callable[[Scope], None]) -> None:
+    def __init__(
+        self,
+        worker: SimWorker,
+        reset: Callable[[Scope], None],
+        kill: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._kill = kill
         self.worker = worker
         self._reset = reset
 
@@ -229,7 +235,7 @@ class SimApp:
         call.on_reset = lambda: self._reset(scope)
         self._record(call)
         try:
-            for fault in self.worker.faults.for_request(call.path):
+            for fault in self.worker.faults.for_request(call.path, call.body):
                 await self._apply(fault, call)
             await self._handle(call)
         except ApiError as error:
@@ -277,6 +283,10 @@ class SimApp:
                 raise ExchangeEnded
             case "slow":
                 await self.worker.clock.sleep(fault.delay_s)
+            case "kill":
+                await self.worker.clock.sleep(fault.delay_s)
+                await self._kill()
+                raise ExchangeEnded
             case "hang" if fault.after_chunks is None:
                 await call.wait_for_disconnect()
                 raise ExchangeEnded
@@ -322,7 +332,7 @@ class RunningSim:
         self._options = options
         self._state = ServerState()
         self._config = uvicorn.Config(
-            SimApp(self.worker, self._reset),
+            SimApp(self.worker, self._reset, self.kill),
             http=HttpToolsProtocol,
             ws="none",
             lifespan="off",

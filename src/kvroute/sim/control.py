@@ -475,6 +475,7 @@ async def _compute(
     for prompt in prompts:
         worker.limit(prompt, None)
     sequences = [worker.sequence(prompt, array("I"), model) for prompt in prompts]
+    worker.admit(len(sequences))
     driver = worker.driver_for(call, takes_rank=False)
     generation = driver.submit(sequences, ["stop"] * len(sequences), streamed=False)
     await worker.wait_until_done(call, generation)

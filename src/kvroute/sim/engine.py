@@ -141,6 +141,11 @@ class SimEngine:
         return len(self._waiting)
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the sequences whose prefill has not ended, cached ones included."""
+        return sum(request.prompt_tokens for request in (*self._waiting, *self._prefilling))
+
+    @property
     def decoding(self) -> set[EngineRequest]:
         """Sequences that get a token in every iteration. Not a copy: the caller must not change the set."""
         return self._decoding

@@ -45,6 +45,11 @@ class ApiError(Exception):
     def not_found(cls, message: str, param: str | None = None) -> ApiError:
         return cls(404, "NotFoundError", message, param)
 
+    @classmethod
+    def unavailable(cls, message: str) -> ApiError:
+        """The engine refuses the request now; vLLM sends no Retry-After."""
+        return cls(503, "Service Unavailable", message)
+
     def body(self) -> dict[str, Any]:
         return {
             "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}

@@ -92,6 +92,20 @@ class SimOptions(Options):
     kv_s: float = option(20e-9, "Time per token of context while decoding.", unit="s", ge=0)
     max_batched_tokens: int = option(8192, "Most tokens that one iteration computes.", unit="tokens", ge=1)
     max_sequences: int = option(256, "Most requests that run at the same time; further ones wait.", ge=1)
+    max_queued_requests: int = option(
+        0,
+        "Most unfinished requests, running ones included; one more is answered 503 (vLLM: "
+        "--max-num-queued-reqs). 0: any number.",
+        unit="requests",
+        ge=0,
+    )
+    max_queued_tokens: int = option(
+        0,
+        "While the prompts that are not computed have this many tokens, requests are answered 503 (vLLM: "
+        "--max-num-queued-tokens). 0: any number.",
+        unit="tokens",
+        ge=0,
+    )
     report_cached_tokens: bool = option(
         True, "Fill usage.prompt_tokens_details (vLLM: --enable-prompt-tokens-details)."
     )

@@ -28,10 +28,11 @@ class Fault(Options):
     - `slow`: wait `delay_s` before the engine gets the request
     - `hang`, `reset`: after `after_chunks` chunks of the answer send nothing more, or reset the connection
       (`after_chunks` None: before the answer's head)
+    - `kill`: `delay_s` after a body with `marker` has come, reset all connections and refuse new ones
     - `drop_events`, `duplicate_events`: publish a batch of events not at all, or twice
     """
 
-    kind: Literal["status", "slow", "hang", "reset", "drop_events", "duplicate_events"]
+    kind: Literal["status", "slow", "hang", "reset", "kill", "drop_events", "duplicate_events"]
     count: int | None = Field(default=1, ge=1)
     """Number of requests or batches that the fault affects; None: all, until the fault is cleared."""
     path: str | None = None
@@ -39,6 +40,8 @@ class Fault(Options):
     status: int = Field(default=503, ge=400, le=599)
     retry_after_s: int | None = None
     delay_s: float = Field(default=1.0, ge=0)
+    marker: str = ""
+    """Affects only requests whose body contains this."""
     after_chunks: int | None = Field(default=None, ge=0)
 
 
@@ -59,7 +62,7 @@ class Faults:
         """Active faults with their remaining counts."""
         return [{**fault.model_dump(), "count": left} for fault, left in self._active]
 
-    def for_request(self, path: str) -> list[Fault]:
+    def for_request(self, path: str, body: bytes = b"") -> list[Fault]:
         """The faults to apply to this request, at most one of each kind; lowers their counts."""
         if not self._active:
             return []
@@ -67,6 +70,7 @@ class Faults:
         return self._use(
             lambda fault: (
                 not fault.kind.endswith("_events")
+                and fault.marker.encode() in body
                 and not path.startswith("/sim/")
                 and (not exempt if fault.path is None else path.startswith(fault.path))
             )

@@ -352,8 +352,28 @@ class SimWorker:
             request.other_cached_tokens = others if isinstance(others, int) else None
             request.keeps_blocks = self.options.nixl and transfer.get("do_remote_decode") is True
         reasons = [answer.finish_reason for choices in answers for answer in choices]
+        self.admit(len(requests))
         driver = self.driver_for(call, takes_rank=call.path != "/v1/responses")
         return driver.submit(requests, reasons, streamed=params.stream)
+
+    def admit(self, count: int) -> None:
+        """Raise `ApiError` 503 if `count` more sequences exceed a limit of the queue.
+
+        Texts and order of the checks are those of vLLM 0.32 (v1/engine/async_llm.py, `check_admission`).
+        """
+        most_requests, most_tokens = self.options.max_queued_requests, self.options.max_queued_tokens
+        if most_requests:
+            unfinished = sum(engine.running + engine.waiting for engine in self.engines)
+            if unfinished + count > most_requests:
+                raise ApiError.unavailable(
+                    "The engine is currently busy and cannot accept new requests. "
+                    "Please try again later or on a different instance."
+                )
+        if most_tokens and sum(engine.queued_tokens for engine in self.engines) >= most_tokens:
+            raise ApiError.unavailable(
+                "The engine has reached its prefill token backlog limit. "
+                "Please try again later or on a different instance."
+            )
 
     def sequence(
         self, prompt: array[int], output: array[int], model: str, params: Sampling | None = None

@@ -10,6 +10,7 @@ import httptools
 
 from kvroute.errors import ConnectionLost, ProtocolViolation, ResponseTimeout, UpstreamError
 from kvroute.upstream.response import CHUNK, LAST_CHUNK, ParsedHead, PlainAnswers, UpstreamResponse
+from kvroute.upstream.send_queue import unacknowledged_bytes
 from kvroute.upstream.writes import Outbox, write_now
 
 _NEVER = float("inf")
@@ -373,7 +374,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._parse(exchange, rest, end)
 
     def eof_received(self) -> None:
-        self._closed_by_worker(None)
+        transport = self._transport
+        # The worker has closed the connection: before the request had arrived there, or after it?
+        is_unread = (
+            self._exchange is not None and transport is not None and unacknowledged_bytes(transport) > 0
+        )
+        self._closed_by_worker(None, is_unread=is_unread)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -477,7 +483,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._owner.exchange_ended(self)
         exchange.end(error)
 
-    def _closed_by_worker(self, exc: Exception | None) -> None:
+    def _closed_by_worker(self, exc: Exception | None, *, is_unread: bool = False) -> None:
         self.is_open = False
         exchange = self._exchange
         if exchange is None:
@@ -488,7 +494,7 @@ class UpstreamConnection(asyncio.Protocol):
         has_begun = exchange.status != 0 or self._head_read_bytes > 0
         lost = ConnectionLost(
             f"{self._origin}: the connection broke {'within' if has_begun else 'before'} the answer",
-            reused=exchange.reused and not has_begun,
+            reused=exchange.reused and not has_begun and is_unread,
         )
         lost.__cause__ = exc
         self._fail(lost)

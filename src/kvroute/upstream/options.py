@@ -106,6 +106,34 @@ class RetryOptions(Options):
         (),
         "Statuses of an answer for which the request is retried on another worker, such as [429, 503].",
     )
+    busy_workers: int = option(
+        4,
+        "Most workers that one request asks while they answer that they are full: 429, 503 with Retry-After, "
+        "and 503 of a full queue of vLLM. Such answers spend no budget and eject no worker.",
+        unit="workers",
+        higher="a fleet whose workers are nearly all full finds the last free one",
+        lower="fewer refused requests for a fleet that is full",
+        ge=1,
+    )
+    lost_workers: int = option(
+        2,
+        "Most workers that begin to compute one request: after this many broke off without an answer, no "
+        "further one gets it. Workers that cannot be reached, and full ones, do not count.",
+        unit="workers",
+        higher="a request survives more workers that die at the same time; one that kills its workers takes "
+        "more of them",
+        lower="a request that kills its worker takes fewer of them; 1: such failures are never retried",
+        ge=1,
+    )
+    refuse_s: float = option(
+        300.0,
+        "A body that has lost two workers is refused for this long (502 `request_lost_workers`), for its key "
+        "and endpoint, by all processes and gateways. 0: never.",
+        unit="s",
+        higher="clients that repeat the request for long kill no further workers",
+        lower="a body that was refused because of other requests on the same workers is served again sooner",
+        ge=0,
+    )
     budget_percent: float = option(
         20.0,
         "Retries allowed, as a share of recent requests. Refused connections do not spend it.",
