@@ -258,11 +258,11 @@ class HealthOptions(Options):
     )
     metrics_interval_s: float = option(
         5.0,
-        "How often `/metrics` is read for capacity and process start time.",
+        "How often `/metrics` is read for capacity, process start time, sleep mode and load from elsewhere.",
         unit="s",
         gt=0,
         higher="fewer large pages",
-        lower="a restart between two probes is noticed sooner",
+        lower="a restart between two probes, and load from elsewhere, are noticed sooner",
     )
     burst_failures: int = option(
         5,
