@@ -315,7 +315,7 @@ class HealthMonitor:
         # An engine's figures are those of its last step: own requests since the probe before count, too.
         probes.peaks = probes.worker.load.take_peaks()
         failure = await self._prober.health(probes.worker.spec.url)
-        if failure is not None:
+        if failure is not None and (probes.worker.spec.needs_health or not failure.status):
             return failure
         # The release is read with every probe: another one may answer at the same address without a refusal
         # or a failed probe in between.

@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import httpx
@@ -42,7 +42,7 @@ class ProbeFailure:
     refused: bool = False
     is_own: bool = False
     not_isolated: bool = False
-    status: int = 0
+    status: int = field(default=0, compare=False)
 
 
 def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:

@@ -76,6 +76,8 @@ class WorkerSpec:
     """The worker finishes its running requests and gets no new ones."""
     node: str | None = None
     """The machine that the worker runs on; None if discovery does not know it."""
+    needs_health: bool = True
+    """False: any answer passes a probe, whatever its status, because the server has no `/health`."""
 
 
 _AWAKE = SleepFacts()
