@@ -14,8 +14,9 @@ from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, token_keys
 from kvroute.epp.messages import AnswerHead, EnvoyAttempts, attempts_of, read_answer
 from kvroute.epp.picker import AssumedPrefills, Expected, FirstTokens, PickedDispatch
+from kvroute.fleet.foreign import EngineFigures
 from kvroute.fleet.load import WorkerLoad
-from kvroute.fleet.worker import EngineQueue, Worker, WorkerSpec
+from kvroute.fleet.worker import Worker, WorkerSpec
 from kvroute.gateway.journal import Record
 from kvroute.index.prefix_index import Holder, MapTrust, PrefixIndex
 from kvroute.routing.router import Dispatch
@@ -321,7 +322,7 @@ class Assumed:
 async def test_the_engines_queue_shows_which_prefills_are_over(waiting: int, queued: int) -> None:
     """One of those that wait no longer may be computed in part."""
     assumed = Assumed()
-    assumed.worker.engine_queue = EngineQueue(waiting, 19.0)
+    assumed.worker.engine_queue = EngineFigures(waiting, 0, 0.0, None, 19.0)
 
     assert await assumed.read() == queued
     assert assumed.is_queued == [False] * (5 - queued) + [True] * queued
@@ -330,14 +331,16 @@ async def test_the_engines_queue_shows_which_prefills_are_over(waiting: int, que
 async def test_each_rank_of_a_worker_may_compute_a_prompt_in_part() -> None:
     assumed = Assumed()
     assumed.worker.rank_loads = {rank: WorkerLoad() for rank in range(3)}
-    assumed.worker.engine_queue = EngineQueue(0, 19.0)
+    assumed.worker.engine_queue = EngineFigures(0, 0, 0.0, None, 19.0)
 
     assert await assumed.read() == 3
 
 
 async def test_requests_that_the_engine_did_not_have_yet_wait_on() -> None:
     assumed = Assumed()
-    assumed.worker.engine_queue = EngineQueue(0, 12.5)  # only those of 10 s and 11 s can have arrived
+    assumed.worker.engine_queue = EngineFigures(
+        0, 0, 0.0, None, 12.5
+    )  # only those of 10 s and 11 s can have arrived
 
     assert await assumed.read() == 4
     assert assumed.is_queued == [False, True, True, True, True]

@@ -319,6 +319,7 @@ def test_states_are_counted() -> None:
         HealthState.UNKNOWN: 1,
         HealthState.HEALTHY: 2,
         HealthState.UNHEALTHY: 1,
+        HealthState.ASLEEP: 0,
         HealthState.DRAINING: 1,
     }
 
@@ -461,3 +462,27 @@ def test_applying_a_peers_overrides_publishes_nothing() -> None:
     here.apply_admin_overrides(AdminOverrides(drained=frozenset({WorkerId("a")})))
 
     assert published == []
+
+
+def test_a_worker_that_sleeps_is_in_no_view_and_drains_like_others() -> None:
+    fleet = fleet_of("a", "b")
+    seen: list[tuple[FleetChange, str]] = []
+    fleet.subscribe(lambda change, worker: seen.append((change, worker.id)))
+    a = fleet.get("a")
+
+    fleet.set_asleep([a], "its engine is paused until /resume")
+    assert a.state is HealthState.ASLEEP
+    assert fleet.health(a) is HealthState.HEALTHY
+    assert seen == [(FleetChange.STATE, "a")]
+    assert fleet.causes() == "Worker a is asleep: its engine is paused until /resume."
+
+    fleet.drain("a")
+    assert a.state is HealthState.DRAINING
+    fleet.undrain("a")
+    assert a.state is HealthState.ASLEEP
+    fleet.mark_unhealthy(a, Ejection.PROBES, "dead")
+    assert a.state is HealthState.UNHEALTHY
+    fleet.mark_healthy(a, 1.0)
+    assert a.state is HealthState.ASLEEP
+    fleet.set_asleep([a], "")
+    assert a.state is HealthState.HEALTHY

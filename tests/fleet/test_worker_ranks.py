@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvroute.fleet.fleet import Fleet, FleetChange
-from kvroute.fleet.worker import SleepFacts, WorkerId, WorkerSpec, parse_metrics, rank_targets
+from kvroute.fleet.sleep import SleepFacts
+from kvroute.fleet.worker import WorkerId, WorkerSpec, parse_metrics, rank_targets
 
 
 def line(engine: int, caching: str = "True") -> str:

@@ -53,6 +53,10 @@ class FakeEngine:
     start_time: float = 1_000_000.0
     sleeps: int = 0
     asleep: bool = False
+    paused: bool = False
+    """Requests hang while the engine is asleep or paused."""
+    figures: str = ""
+    """Further lines of the metrics."""
     received: list[Received] = field(default_factory=list)
     posts: list[str] = field(default_factory=list)
     """Targets of requests that change the engine's state."""
@@ -76,7 +80,7 @@ class FakeEngine:
             lines.append(
                 f'vllm:sleep_mode_operation_duration_seconds_count{{operation="sleep"}} {float(self.sleeps)}'
             )
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines) + "\n" + self.figures
 
     async def compute(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
         given = headers.get("x-data-parallel-rank")
@@ -103,6 +107,8 @@ class FakeEngine:
         self._running[rank] = self._running.get(rank, 0) + 1
         try:
             await asyncio.sleep(self.seconds)
+            while self.asleep or self.paused:
+                await asyncio.sleep(0.02)
         finally:
             self._running[rank] -= 1
         tokens = len(text) // 4
@@ -140,12 +146,18 @@ class FakeEngine:
             return 200, json.dumps({"object": "list", "data": cards}).encode()
         if method == "GET" and path == "/metrics":
             return 200, self.page().encode()
+        if method == "GET" and self.has_dev_mode and path in ("/is_paused", "/is_sleeping"):
+            value = self.paused or self.asleep if path == "/is_sleeping" else self.paused
+            return 200, json.dumps({path[1:]: value}).encode()
         if method == "GET":
             return (200, b"") if path == "/health" else (404, b"{}")
         if self.has_dev_mode and re.fullmatch(r"/(reset_prefix_cache|sleep|wake_up|pause|resume)", path):
             self.posts.append(target)
-            if path != "/wake_up" and path != "/resume" and parse_qs(query).get("clear_cache") != ["false"]:
+            keeps = parse_qs(query).get("clear_cache") == ["false"] or parse_qs(query).get("level") == ["0"]
+            if path != "/wake_up" and path != "/resume" and not keeps:
                 self.clear()
+            if path in ("/pause", "/resume"):
+                self.paused = path == "/pause"
             if path in ("/sleep", "/wake_up"):
                 self.asleep = path == "/sleep"
                 self.sleeps += self.asleep

@@ -131,6 +131,17 @@ def load_gauges(fleet: Fleet, router: Router, now: float) -> Iterable[Metric]:
         ("worker",),
         waits,
     )
+    yield gauge(
+        "kvroute_worker_foreign_requests",
+        "Requests on each worker that no gateway of this fleet accounts for, by its last page of metrics.",
+        ("worker", "state"),
+        [
+            ((w.id, state), float(count))
+            for w in workers
+            if (foreign := w.load.foreign) is not None
+            for state, count in (("waiting", foreign.waiting), ("running", foreign.running))
+        ],
+    )
     models = sorted(fleet.catalog.bases)
     yield gauge(
         "kvroute_load_imbalance_ratio",

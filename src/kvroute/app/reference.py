@@ -89,6 +89,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "worker_requests_queued": "On which worker do requests wait for their first token?",
             "worker_active_tokens": "Which worker holds how many tokens of running prompts?",
             "worker_queued_prefill_seconds": "How long would a new request wait on each worker?",
+            "worker_foreign_requests": "How much load does each worker get from elsewhere?",
             "workers_needed": "How many workers does the load need (for an autoscaler)?",
             "workers_surplus": "How many workers get less traffic because scaling down would remove them?",
             "worker_deletion_cost": "Which worker would Kubernetes remove first?",

@@ -114,7 +114,7 @@ def check_change(current: InForce, loaded: Loaded) -> list[str]:
     if after.admission.is_on and not started.admission.is_on:
         text = "no worker had a limit when the gateway started, so it has no queue: restart it"
         problems.append(ConfigError("admission", text))
-    if not sources_of(after.fleet, SystemClock()):
+    if not after.fleet.may_be_empty and not sources_of(after.fleet, SystemClock()):
         problems.append(ConfigError("fleet", "no workers, and no source of workers"))
     if problems:
         raise InvalidConfig(problems)

@@ -157,13 +157,27 @@ def _entry_of(worker: WorkerId, overrides: AdminOverrides, stamp: tuple[int, str
 
 def _message_of(spec: WorkerSpec) -> AdminWorkerSpec:
     return AdminWorkerSpec(
-        spec.id, spec.url, spec.models, spec.capacity_tokens, spec.role, spec.draining, spec.node
+        spec.id,
+        spec.url,
+        spec.models,
+        spec.capacity_tokens,
+        spec.role,
+        spec.draining,
+        spec.node,
+        spec.needs_health,
     )
 
 
 def _spec_of(sent: AdminWorkerSpec) -> WorkerSpec:
     return WorkerSpec(
-        WorkerId(sent.id), sent.url, sent.models, sent.capacity_tokens, sent.role, sent.draining, sent.node
+        WorkerId(sent.id),
+        sent.url,
+        sent.models,
+        sent.capacity_tokens,
+        sent.role,
+        sent.draining,
+        sent.node,
+        sent.needs_health,
     )
 
 

@@ -38,6 +38,7 @@ from kvroute.gateway.access import AdminKeys, KeyCheck
 from kvroute.gateway.admin import admin_routes, page_routes
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.application import build_application
+from kvroute.gateway.asleep import SleepersLeft
 from kvroute.gateway.attempts import AttemptDeps, RetryBudget
 from kvroute.gateway.client_keys import KeyRing
 from kvroute.gateway.control import control_routes
@@ -190,6 +191,7 @@ class Runtime:
         self._departed = DepartedSeries(self.metrics, clock, self.metrics.forget_workers)
         self.metrics.call_before_collect(partial(count_tasks, self.metrics))
         self.fleet.subscribe(self._fleet_changed)
+        self.fleet.subscribe(SleepersLeft(self.plane.admission.requests))
         self.metrics.registry.register(
             Gauges(
                 lambda: fleet_gauges(self.fleet, self.health, self._discoverer),
@@ -484,6 +486,7 @@ class Runtime:
                 if (worker_key := config.fleet.worker_api_key)
                 else None,
                 cleared=self._cleared_through_admin,
+                health=self.health,
             ),
             self._lost,
         )

@@ -408,10 +408,11 @@ def require_workers(config: Config) -> None:
     """Raise ConfigError when no discovery source is configured."""
     from kvroute.fleet.discovery.registry import sources_of
 
-    if not sources_of(config.fleet, SystemClock()):
+    if not config.fleet.may_be_empty and not sources_of(config.fleet, SystemClock()):
         raise ConfigError(
             "fleet",
             "no workers: set --worker http://HOST:PORT (repeat for more), or fleet.workers, or fleet.file "
-            "(a watched list, which may be empty at first), or fleet.kubernetes, or fleet.dns. "
+            "(a watched list, which may be empty at first), or fleet.kubernetes, or fleet.dns, or "
+            "fleet.may_be_empty to add workers later through the admin API. "
             "`kvroute up` starts its own workers.",
         )

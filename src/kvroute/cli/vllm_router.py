@@ -285,15 +285,25 @@ def _backends(value: str, given: Given) -> MappedFlag:
     labels = _list(given.get("static-model-labels", "")) if roles else []
     if labels and len(labels) != len(urls):
         raise ConfigError("--static-model-labels", f"has {len(labels)} labels for {len(urls)} backends")
+    checks_health = "static-backend-health-checks" in given
     role_of = {url: roles.get(label) for url, label in zip(urls, labels, strict=False)}
     return MappedFlag(
         {
             "fleet.workers": [
-                {"url": url, "models": names} | ({"role": role_of[url]} if role_of.get(url) else {})
+                {"url": url, "models": names}
+                | ({} if checks_health else {"needs_health": False})
+                | ({"role": role_of[url]} if role_of.get(url) else {})
                 for url, names in served.items()
             ]
         }
     )
+
+
+def _health_checks(_: str, given: Given) -> MappedFlag:
+    if "static-backends" not in given or given.get("service-discovery") == "k8s":
+        return MappedFlag({}, "there are no --static-backends")
+    why = "a backend's /health must answer 200; without the flag any answer is enough"
+    return MappedFlag({}, why, is_used=True)
 
 
 def _models(_: str, given: Given) -> MappedFlag:
@@ -434,7 +444,7 @@ FLAGS: Final[dict[str, Flag]] = {
     "static-aliases": Flag(_aliases),
     "static-model-types": Flag(_noted("every endpoint is forwarded, and probes do not need a model type")),
     "static-model-labels": Flag(_labels),
-    "static-backend-health-checks": Flag(_noted("every worker is always probed"), is_switch=True),
+    "static-backend-health-checks": Flag(_health_checks, is_switch=True),
     "static-backend-health-check-interval": Flag(_static_health("fleet.health.interval_s")),
     "static-backend-health-check-timeout-seconds": Flag(_static_health("fleet.health.timeout_s")),
     "backend-health-check-timeout-seconds": Flag(_health_timeout),

@@ -204,8 +204,8 @@ class Fleet:
         self.created = created
         self._desired = DesiredWorkers()
         self._workers: dict[WorkerId, Worker] = {}
-        self._health_of_draining: dict[WorkerId, HealthState] = {}
-        """The health of each draining worker; its `state` is DRAINING."""
+        self._hidden_health: dict[WorkerId, HealthState] = {}
+        """The health of each worker whose `state` is DRAINING or ASLEEP."""
         self._drained: set[WorkerId] = set()
         """Workers that the admin API drains, in addition to those that a source marks as draining."""
         self._assumed: set[WorkerId] = set()
@@ -380,7 +380,7 @@ class Fleet:
         ]
         for worker in leaving:
             del self._workers[worker.id]
-            self._health_of_draining.pop(worker.id, None)
+            self._hidden_health.pop(worker.id, None)
             self._drained.discard(worker.id)
             worker.state = HealthState.DRAINING
             self._assumed.discard(worker.id)
@@ -414,10 +414,11 @@ class Fleet:
     # Called by the health monitor
 
     def health(self, worker: Worker) -> HealthState:
-        """UNKNOWN, HEALTHY or UNHEALTHY, also for a draining worker; DRAINING if it has left the fleet."""
+        """UNKNOWN, HEALTHY or UNHEALTHY, also for a worker that drains or is asleep; DRAINING if it has left
+        the fleet."""
         if not self._is_current(worker):
             return worker.state
-        return self._health_of_draining.get(worker.id, worker.state)
+        return self._hidden_health.get(worker.id, worker.state)
 
     def mark_healthy(
         self, worker: Worker, now: float, *, ramp_start: float = 1.0, ramp_s: float = 0.0
@@ -484,6 +485,25 @@ class Fleet:
             log.info("worker %s was asleep or got new weights: what it was sent counts no more", worker.id)
             self._notify(FleetChange.STALE, worker)
 
+    def set_asleep(self, workers: Iterable[Worker], why: str) -> None:
+        """The engines of these workers compute nothing now, because of `why`; empty: they are awake.
+
+        Listeners are called when all of them have their new state.
+        """
+        changes: list[tuple[FleetChange, Worker]] = []
+        for worker in workers:
+            if not self._is_current(worker) or worker.asleep == why:
+                continue
+            was_asleep, worker.asleep = bool(worker.asleep), why
+            if why:
+                log.info("worker %s is asleep and gets no requests: %s", worker.id, why)
+            elif was_asleep:
+                log.info("worker %s is awake again", worker.id)
+            if self._show(worker, self.health(worker)):
+                changes.append((FleetChange.STATE, worker))
+        if changes:
+            self._changed(*changes)
+
     def refresh_ramp(self, worker: Worker, now: float) -> None:
         """Set `worker.share` to its value at `now`. Safe at any time: the ramp stays on the same line."""
         if worker.ramp_until is not None:
@@ -519,16 +539,12 @@ class Fleet:
 
     def _update_draining(self, worker: Worker) -> bool:
         """Set the state from the admin API's drains and the source's flag; return whether it changed."""
-        drains = worker.spec.draining or worker.id in self._drained
-        if drains == (worker.id in self._health_of_draining):
+        was_draining = worker.state is HealthState.DRAINING
+        if not self._show(worker, self.health(worker)):
             return False
-        if drains:
-            self._health_of_draining[worker.id] = worker.state
-            worker.state = HealthState.DRAINING
-            log.info("worker %s drains", worker.id)
-        else:
-            worker.state = self._health_of_draining.pop(worker.id)
-            log.info("worker %s no longer drains", worker.id)
+        drains = worker.state is HealthState.DRAINING
+        if drains != was_draining:
+            log.info("worker %s %s", worker.id, "drains" if drains else "no longer drains")
         return True
 
     # Internal
@@ -541,11 +557,22 @@ class Fleet:
         if self.health(worker) is health:
             return
         self._log_health(worker, health)
-        if worker.id in self._health_of_draining:
-            self._health_of_draining[worker.id] = health
-            return
-        worker.state = health
-        self._changed((FleetChange.STATE, worker))
+        if self._show(worker, health):
+            self._changed((FleetChange.STATE, worker))
+
+    def _show(self, worker: Worker, health: HealthState) -> bool:
+        """Set `state` from the health, the drains and the engine's state; return whether it changed."""
+        before, state = worker.state, health
+        if worker.spec.draining or worker.id in self._drained:
+            state = HealthState.DRAINING
+        elif worker.asleep and health is HealthState.HEALTHY:
+            state = HealthState.ASLEEP
+        if state is health:
+            self._hidden_health.pop(worker.id, None)
+        else:
+            self._hidden_health[worker.id] = health
+        worker.state = state
+        return state is not before
 
     def _log_health(self, worker: Worker, health: HealthState) -> None:
         if health is HealthState.UNHEALTHY:
@@ -587,7 +614,8 @@ def _obstacle(worker: Worker) -> str:
     if worker.is_routable:
         trouble = f": {worker.models_trouble}" if worker.models_trouble else ""
         return f"Worker {worker.id} is healthy, but has not reported its models{trouble}.".replace("?.", "?")
-    trouble = f": {worker.trouble}" if worker.trouble else ""
+    cause = worker.asleep if worker.state is HealthState.ASLEEP else worker.trouble
+    trouble = f": {cause}" if cause else ""
     return f"Worker {worker.id} is {worker.state.value}{trouble}.".replace("?.", "?")
 
 

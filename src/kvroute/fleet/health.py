@@ -7,15 +7,17 @@ import logging
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvroute.clock import Clock
 from kvroute.fleet.fleet import Fleet, FleetChange
+from kvroute.fleet.foreign import PAGES, EngineFigures, OwnRequests, SeenPage, foreign_load, others_of
 from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import ProbeFailure, Prober
+from kvroute.fleet.sleep import IS_PAUSED, IS_SLEEPING, PAUSED, EngineState, why_asleep
 from kvroute.fleet.worker import (
     Ejection,
-    EngineQueue,
     HealthState,
     LearnedConcurrency,
     MetricsPage,
@@ -89,6 +91,7 @@ log = logging.getLogger(__name__)
 
 _NOT_IMPLEMENTED = 501  # caused by the request, not by the worker
 _RECHECK_GROWTH = 1.5
+_NO_REQUESTS = OwnRequests(0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +109,14 @@ class _WorkerProbes:
     """Failed probes since the last passed one."""
     models_due: float = -math.inf
     metrics_due: float = -math.inf
+    pages: deque[SeenPage] = field(default_factory=lambda: deque(maxlen=PAGES))
+    """The engine's last figures, and what they show beyond the own requests."""
+    peaks: OwnRequests = _NO_REQUESTS
+    """The most own requests between the last two probes."""
+    ask_from: dict[str, float] = field(default_factory=dict)
+    """Path that the worker does not have -> when it is asked again."""
+    told: int = 0
+    """Rises when the admin API changes the engine's state, so that earlier answers cannot undo it."""
     had_metrics: bool = False
     was_refused: bool = False
     """Whether a connection was refused since the last passed probe: the process may have been restarted."""
@@ -230,6 +241,19 @@ class HealthMonitor:
             self._count_failure(probes, f"a burst of failures, the last one: {trouble}")
         self.recheck(worker)
 
+    def report_asleep(self, workers: Sequence[Worker], why: str) -> None:
+        """These workers get a request that stops their engines; `why` as `fleet.sleep.why_asleep` says it."""
+        for probes in filter(None, map(self._probes_of, workers)):
+            probes.told += 1
+        self._fleet.set_asleep(workers, why)
+
+    def report_awake(self, worker: Worker) -> None:
+        """The worker has refused to sleep or to pause. The next probe tells more."""
+        probes = self._probes_of(worker)
+        if probes is not None:
+            probes.told += 1
+            self._fleet.set_asleep((worker,), "")
+
     def recheck(self, worker: Worker) -> None:
         """Probe a healthy worker soon: there is a hint that it fails."""
         probes = self._probes_of(worker)
@@ -288,13 +312,19 @@ class HealthMonitor:
     async def _probe(self, probes: _WorkerProbes) -> ProbeFailure | None:
         """Probe the health, then read the facts that are due. None if the worker is healthy."""
         # The facts are read before the worker becomes routable, so they are known at the first request.
+        # An engine's figures are those of its last step: own requests since the probe before count, too.
+        probes.peaks = probes.worker.load.take_peaks()
         failure = await self._prober.health(probes.worker.spec.url)
-        if failure is not None:
+        if failure is not None and (probes.worker.spec.needs_health or not failure.status):
             return failure
         # The release is read with every probe: another one may answer at the same address without a refusal
         # or a failed probe in between.
-        failure, models, metrics = await asyncio.gather(
-            self._read_isolation(probes), self._read_models(probes), self._read_metrics(probes)
+        told = probes.told
+        failure, models, metrics, state = await asyncio.gather(
+            self._read_isolation(probes),
+            self._read_models(probes),
+            self._read_metrics(probes),
+            self._read_state(probes),
         )
         worker = probes.worker
         facts, restarted, had_metrics = worker.facts, False, probes.had_metrics
@@ -319,8 +349,11 @@ class HealthMonitor:
             )
         elif probes.was_refused and probes.was_healthy:
             restarted = True  # unknown; to assume an empty cache is safe
-        if restarted and models is None:
-            probes.models_due = -math.inf
+        if restarted:
+            probes.ask_from.clear()
+            probes.pages.clear()
+            if models is None:
+                probes.models_due = -math.inf
         slept = worker.facts.sleep
         if restarted or facts is not worker.facts:
             self._fleet.update_facts(worker, facts, restarted=restarted)
@@ -329,7 +362,34 @@ class HealthMonitor:
                 self._fleet.report_cleared(worker, "sleeps")
             elif facts.sleep.operations > slept.operations:
                 self._fleet.report_stale(worker)
+        if told == probes.told:
+            known, page = "" if restarted else worker.asleep, None if metrics is None else metrics.sleep
+            self._set_asleep(probes, why_asleep(known, state, page))
         return failure
+
+    def _set_asleep(self, probes: _WorkerProbes, why: str) -> None:
+        worker = probes.worker
+        if why and not worker.asleep:
+            probes.metrics_due = -math.inf  # the page tells the level, and so what is left of the cache
+            if why == PAUSED:
+                self._fleet.report_stale(worker)  # nothing tells whether the pause has cleared the cache
+        self._fleet.set_asleep((worker,), why)
+
+    async def _read_state(self, probes: _WorkerProbes) -> EngineState:
+        return EngineState(
+            *await asyncio.gather(self._ask(probes, IS_PAUSED), self._ask(probes, IS_SLEEPING))
+        )
+
+    async def _ask(self, probes: _WorkerProbes, path: str) -> bool | None:
+        now = self._clock.now()
+        if now < probes.ask_from.get(path, -math.inf):
+            return None
+        answer = await self._prober.question(probes.worker.spec.url, path)
+        if not isinstance(answer, ProbeFailure):
+            return answer
+        if 400 <= answer.status < 500:
+            probes.ask_from[path] = now + self._jittered(self._options.models_interval_s)
+        return None
 
     async def _read_isolation(self, probes: _WorkerProbes) -> ProbeFailure | None:
         return await self._prober.isolation(probes.worker.spec.url) if self._isolates else None
@@ -356,9 +416,36 @@ class HealthMonitor:
         probes.metrics_due = self._clock.now() + self._jittered(self._options.metrics_interval_s)
         if isinstance(answer, ProbeFailure):
             return None
-        known = answer.waiting is not None
-        probes.worker.engine_queue = EngineQueue(answer.waiting or 0, asked) if known else None
+        self._account(probes, answer, asked)
         return answer
+
+    def _account(self, probes: _WorkerProbes, page: MetricsPage, asked: float) -> None:
+        """Keep the engine's figures, and the load from elsewhere that they show."""
+        worker, before = probes.worker, probes.peaks
+        peaks = worker.load.take_peaks()
+        if page.waiting is None:
+            worker.engine_queue = None
+            probes.pages.clear()
+            worker.set_foreign(None)
+            return
+        worker.engine_queue = figures = EngineFigures(
+            page.waiting, page.running, page.kv_usage, page.ended, asked
+        )
+        own = OwnRequests(*map(max, before, peaks))
+        others = others_of(figures, own, page.capacity_tokens or worker.capacity_tokens)
+        probes.pages.append(SeenPage(figures, others))
+        loads, now = [each.load for each in self._fleet.workers()], self._clock.now()
+        recent = [load.recent(now) for load in loads]
+        requests = sum(each[1] for each in recent)
+        stays = [load.residence_s for load in loads if load.residence_s is not None]
+        worker.set_foreign(
+            foreign_load(
+                tuple(probes.pages),
+                ranks=max(1, len(page.ranks)),
+                prefill_s=sum(each[0] for each in recent) / requests if requests else 0.0,
+                residence_s=worker.load.residence_s or (sum(stays) / len(stays) if stays else None),
+            )
+        )
 
     def _on_passed(self, probes: _WorkerProbes) -> None:
         worker, now = probes.worker, self._clock.now()
@@ -406,6 +493,7 @@ class HealthMonitor:
         probes.epoch += 1
         probes.answers.clear()
         probes.models_due = probes.metrics_due = -math.inf
+        probes.ask_from.clear()
         probes.recheck_s = self._options.recheck_s
         probes.due = max(self._clock.now() + self._jittered(self._options.recheck_s), not_before)
         if health is HealthState.HEALTHY:

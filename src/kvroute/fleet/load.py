@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
+from kvroute.fleet.foreign import ForeignLoad, OwnRequests
+
 WINDOW_S = 30.0
 """Time constant of the averages below."""
 
@@ -56,8 +58,14 @@ class WorkerLoad:
         "_recent_requests",
         "_recent_s",
         "active_tokens",
+        "foreign",
+        "foreign_s",
+        "foreign_tokens",
         "in_flight",
+        "most_in_flight",
+        "most_unanswered",
         "residence_s",
+        "unanswered",
         "utilisation",
         "wait_s",
     )
@@ -69,6 +77,16 @@ class WorkerLoad:
         """Prompt tokens of the requests in flight; a prefix shared by n requests counts n times."""
         self.residence_s: float | None = None
         """Average time from dispatch to end of the answered requests; None before the first answer."""
+        self.unanswered = 0
+        """Those of them that have no first token and are not over, also if their prefill is assumed done."""
+        self.most_in_flight = self.most_unanswered = 0
+        """The largest of both since the last `take_peaks`."""
+        self.foreign: ForeignLoad | None = None
+        """Load from elsewhere. Set with `set_foreign`."""
+        self.foreign_s = 0.0
+        """The part of `wait_s` that comes from elsewhere."""
+        self.foreign_tokens = 0.0
+        """Tokens of others, beside `active_tokens`, as of the last `measure_loads`."""
         self.wait_s = 0.0
         """`wait` as of the last `measure_loads`."""
         self.utilisation = 0.0
@@ -110,7 +128,12 @@ class WorkerLoad:
         if self._head_end <= now:
             self._complete_unstreamed(now)
         prefill_s = reservation.prefill_s = reservation.prefill_s + _COARSE_S - _COARSE_S
-        self.in_flight += 1
+        in_flight = self.in_flight = self.in_flight + 1
+        if in_flight > self.most_in_flight:
+            self.most_in_flight = in_flight
+        unanswered = self.unanswered = self.unanswered + 1
+        if unanswered > self.most_unanswered:
+            self.most_unanswered = unanswered
         self.active_tokens += reservation.tokens
         self._queued_s += prefill_s
         if self._head is not None:
@@ -123,12 +146,26 @@ class WorkerLoad:
             self._origin = now
 
     def wait(self, now: float) -> float:
-        """Seconds of prefill before a request sent now, minus the time that the head has already had."""
+        """Seconds before a request sent now: queued prefill, minus the time that the head has already had,
+        and the load from elsewhere."""
         self._complete_unstreamed(now)
-        head = self._head
-        if head is None:
-            return 0.0
-        return max(0.0, self._queued_s - min(now - self._head_start, head.prefill_s))
+        head, foreign = self._head, self.foreign
+        own_s = 0.0
+        if head is not None:
+            own_s = max(0.0, self._queued_s - min(now - self._head_start, head.prefill_s))
+        return own_s if foreign is None else own_s + foreign.wait_at(now)
+
+    def set_foreign(self, foreign: ForeignLoad | None) -> None:
+        """Set the load from elsewhere."""
+        self.foreign = foreign
+        if foreign is None:
+            self.foreign_s = self.foreign_tokens = 0.0
+
+    def take_peaks(self) -> OwnRequests:
+        """The most own requests at once since the last call."""
+        peaks = OwnRequests(self.most_in_flight, self.most_unanswered, self.active_tokens)
+        self.most_in_flight, self.most_unanswered = self.in_flight, self.unanswered
+        return peaks
 
     def recent(self, now: float) -> tuple[float, float]:
         """Prefill seconds and number of prefills completed per second, averaged over 30 s.
@@ -196,6 +233,20 @@ class WorkerLoad:
             self._leave_queue(self._head, end)
 
 
+def describe_foreign(load: WorkerLoad, now: float) -> dict[str, Any] | None:
+    """The load from elsewhere as JSON values: what the last page shows, its age, and what counts of it."""
+    foreign = load.foreign
+    if foreign is None:
+        return None
+    return {
+        "waiting": foreign.waiting,
+        "running": foreign.running,
+        "age_s": round(now - foreign.at, 3),
+        "wait_s": round(foreign.wait_at(now), 6),
+        "tokens": round(foreign.tokens_at(now)),
+    }
+
+
 _figures = attrgetter(
     "in_flight",
     "active_tokens",
@@ -207,6 +258,7 @@ _figures = attrgetter(
     "_recent_requests",
     "_origin",
     "_is_warm",
+    "foreign",
 )
 
 
@@ -245,12 +297,13 @@ def _restored(
     recent_requests: float,
     origin: float,
     is_warm: bool,
+    foreign: ForeignLoad | None,
 ) -> WorkerLoad:
     load = WorkerLoad()
     load.in_flight, load.active_tokens, load.residence_s = in_flight, active_tokens, residence_s
     load._queued_s, load._head_start, load._head_end = queued_s, head_start, head_end
     load._recent_s, load._recent_requests = recent_s, recent_requests
-    load._origin, load._is_warm = origin, is_warm
+    load._origin, load._is_warm, load.foreign = origin, is_warm, foreign
     if head_prefill_s is not None:
         load._head = Reservation(load, head_start, head_prefill_s, 0, True)
     return load
@@ -303,6 +356,7 @@ class Reservation(Struct, eq=False):
     lease: Releasable | None = None
     """Released by `finish`."""
     listener: ReservationListener | None = None
+    is_unanswered: bool = True
 
     def first_token(self, now: float) -> None:
         """Record that the prefill is done. Later calls, and calls after `finish`, do nothing."""
@@ -313,6 +367,8 @@ class Reservation(Struct, eq=False):
         while (head := load._head) is not None and head is not self and not head.streamed:
             load._leave_queue(head, now)
         load._leave_queue(self, now)
+        self.is_unanswered = False
+        load.unanswered -= 1
 
     def finish(self, now: float) -> None:
         """Return the reserved load: the request ended, failed or was abandoned. Later calls do nothing."""
@@ -323,6 +379,9 @@ class Reservation(Struct, eq=False):
         if load._head_end <= now:
             load._complete_unstreamed(now)
         load.in_flight -= 1
+        if self.is_unanswered:
+            self.is_unanswered = False
+            load.unanswered -= 1
         load.active_tokens -= self.tokens
         if self.is_queued and self.streamed:  # no first token: neither a prefill nor a residence is known
             load._leave_queue(self, now, False)
@@ -373,6 +432,10 @@ def measure_loads(loads: Iterable[WorkerLoad], now: float) -> tuple[float, float
             if had_s > head.prefill_s:
                 had_s = head.prefill_s
             load.wait_s = load._queued_s - had_s  # at least zero: the head is queued itself
+        if (foreign := load.foreign) is not None:
+            load.foreign_s = foreign.wait_at(now)
+            load.foreign_tokens = foreign.tokens_at(now)
+            load.wait_s += load.foreign_s
         decay = exp((load._origin - now) / WINDOW_S)
         if load._is_warm:
             weight = decay / WINDOW_S

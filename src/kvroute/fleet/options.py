@@ -258,11 +258,11 @@ class HealthOptions(Options):
     )
     metrics_interval_s: float = option(
         5.0,
-        "How often `/metrics` is read for capacity and process start time.",
+        "How often `/metrics` is read for capacity, process start time, sleep mode and load from elsewhere.",
         unit="s",
         gt=0,
         higher="fewer large pages",
-        lower="a restart between two probes is noticed sooner",
+        lower="a restart between two probes, and load from elsewhere, are noticed sooner",
     )
     burst_failures: int = option(
         5,
@@ -360,6 +360,13 @@ class WorkerEntry(Options):
         "the KV of long prompts from prefill workers; `both` (default). See `routing.prefill_decode`.",
     )
 
+    needs_health: Annotated[bool, Switch] = option(
+        True,
+        "A probe passes with a 2xx answer only. Off, for a server without `fleet.health.path`: any answer "
+        "passes, whatever its status; a refused connection or no answer fails as always. Set `models`, too, "
+        "if it has no `/v1/models`.",
+    )
+
     @field_validator("url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
@@ -389,7 +396,14 @@ class WorkerEntry(Options):
         """The entry as a `WorkerSpec`, with the default id if none is set."""
         place = self.url.split("://", 1)[1].replace("/", ".")
         role = None if self.role is None else self.role.value
-        return WorkerSpec(WorkerId(self.id or place), self.url, self.models, self.capacity_tokens, role)
+        return WorkerSpec(
+            WorkerId(self.id or place),
+            self.url,
+            self.models,
+            self.capacity_tokens,
+            role,
+            needs_health=self.needs_health,
+        )
 
 
 Entry = Annotated[WorkerEntry, BeforeValidator(_as_mapping)]
@@ -423,7 +437,11 @@ class FleetOptions(Options):
     workers: Annotated[Entries, BeforeValidator(_as_list)] = option(
         (),
         "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`, "
-        "`role`.",
+        "`role`, `needs_health`.",
+    )
+    may_be_empty: Annotated[bool, Switch] = option(
+        False,
+        "Start without any worker and without a source of workers: they are added through the admin API.",
     )
     file: Path | None = option(
         None,

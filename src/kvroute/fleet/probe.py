@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import httpx
@@ -23,19 +24,25 @@ from kvroute.fleet.worker import (
     release_shown,
 )
 
+_QUESTION_S = 0.5
+_QUESTION_BYTES = 256
+_TRUE = re.compile(rb'"is_(?:paused|sleeping)"\s*:\s*true').search
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailure:
     """Why a probe failed. `refused`: nothing listens on the worker's port.
 
     `is_own`: the gateway lacks descriptors, ports or memory, so the probe says nothing about the worker.
-    `not_isolated`: the worker answers, but may ignore `cache_salt`.
+    `not_isolated`: the worker answers, but may ignore `cache_salt`. `status`: that of its answer, 0 without
+    one.
     """
 
     detail: str
     refused: bool = False
     is_own: bool = False
     not_isolated: bool = False
+    status: int = field(default=0, compare=False)
 
 
 def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
@@ -52,7 +59,8 @@ def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.Asy
 class Prober:
     """Sends probes to workers; each probe takes at most `timeout_s`.
 
-    `api_key` is sent to `/v1/models` only: vLLM leaves `/health` and `/metrics` open (0.32).
+    `api_key` is sent to `/v1/models`, `/is_paused` and `/is_sleeping` only: vLLM leaves `/health` and
+    `/metrics` open (0.32).
     """
 
     def __init__(
@@ -98,6 +106,20 @@ class Prober:
         answer = await self._get(url + "/version", {})
         return answer if isinstance(answer, ProbeFailure) else release_of(answer.decode("utf-8", "replace"))
 
+    async def question(self, url: str, path: str) -> bool | ProbeFailure | None:
+        """What the worker at `url` answers to `/is_paused` or `/is_sleeping`; None without an answer in time.
+
+        Waits `_QUESTION_S` at most: vLLM answers between two steps of its engine, which may be long (0.32).
+        """
+        try:
+            async with asyncio.timeout(_QUESTION_S):
+                answer = await self._get(url + path, self._auth)
+        except TimeoutError:
+            return None
+        if isinstance(answer, ProbeFailure):
+            return answer
+        return _TRUE(answer[:_QUESTION_BYTES]) is not None
+
     async def isolation(self, url: str) -> ProbeFailure | None:
         """None if the release of the worker at `url` honours `cache_salt`."""
         release = await self.release(url)
@@ -126,7 +148,7 @@ class Prober:
             return ProbeFailure("connection refused" if refused else f"{path}: {in_words(error)}", refused)
         if not answer.is_success:
             status = answer.status_code
-            return ProbeFailure(f"{path} answered {status}{self._hint(status, headers)}")
+            return ProbeFailure(f"{path} answered {status}{self._hint(status, headers)}", status=status)
         return answer.content
 
     def _hint(self, status: int, headers: dict[str, str]) -> str:

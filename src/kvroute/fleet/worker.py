@@ -7,9 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from math import isfinite
 from typing import NamedTuple, NewType
 
+from kvroute.fleet.foreign import EngineFigures, ForeignLoad
 from kvroute.fleet.load import WorkerLoad
+from kvroute.fleet.sleep import SleepFacts
 
 WorkerId = NewType("WorkerId", str)
 """Stable name of a worker: configured, or `host:port` of its URL with its path, whose slashes are dots."""
@@ -27,6 +30,8 @@ class HealthState(Enum):
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
+    ASLEEP = "asleep"
+    """Its probes pass, but its engine sleeps or is paused, so that requests would hang: `Worker.asleep`."""
     DRAINING = "draining"
 
 
@@ -71,8 +76,11 @@ class WorkerSpec:
     """The worker finishes its running requests and gets no new ones."""
     node: str | None = None
     """The machine that the worker runs on; None if discovery does not know it."""
+    needs_health: bool = True
+    """False: any answer passes a probe, whatever its status, because the server has no `/health`."""
 
 
+_AWAKE = SleepFacts()
 _ROLES = {role.value: role for role in WorkerRole}
 _PLATEAU_PAGES = 3
 MOST_RANKS = 256
@@ -118,19 +126,6 @@ class FetchedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class SleepFacts:
-    """What a worker's metrics show of sleep mode and of new weights (vLLM 0.32)."""
-
-    is_asleep: bool = False
-    """`vllm:engine_sleep_state`: not awake. Also a paused engine, after `/sleep?level=0`."""
-    is_emptied: bool = False
-    """Asleep at a level that discards the KV cache."""
-    operations: int = 0
-    """Completed operations since the start that may have emptied the cache: `/sleep`, the release of KV
-    memory, updates of weights."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What a worker reported in `/v1/models` and `/metrics`. A failed read keeps the last good values."""
 
@@ -154,15 +149,7 @@ class WorkerFacts:
     """`process_start_time_seconds`. If it changes, the worker has restarted and its cache is empty."""
     concurrency: LearnedConcurrency = LearnedConcurrency()
     fetched: FetchedTokens = FetchedTokens()
-    sleep: SleepFacts = SleepFacts()
-
-
-class EngineQueue(NamedTuple):
-    """How many requests wait in a worker's engine, as its metrics say."""
-
-    waiting: int
-    at: float
-    """`Clock.now()` before the metrics were asked for."""
+    sleep: SleepFacts = _AWAKE
 
 
 @dataclass(slots=True, eq=False)
@@ -191,9 +178,11 @@ class Worker:
     healthy again."""
     trouble: str = ""
     """The worker's current problem, in words for an operator; empty while healthy."""
+    asleep: str = ""
+    """Why its engine computes nothing now (`fleet.sleep.why_asleep`); empty while it is awake."""
     models_trouble: str = ""
     """Why `/v1/models` could not be read the last time; empty if it was read."""
-    engine_queue: EngineQueue | None = None
+    engine_queue: EngineFigures | None = None
     """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
     """Load per data-parallel rank, if requests are sent to single ranks; `load` has the sum."""
@@ -258,6 +247,16 @@ class Worker:
         if known is None:
             known = self.rank_loads[rank] = WorkerLoad()
         return known
+
+    def set_foreign(self, foreign: ForeignLoad | None) -> None:
+        """Set the load from elsewhere, of the worker and of each of its ranks."""
+        self.load.set_foreign(foreign)
+        count = max(1, len(self.rank_loads))
+        for load in self.rank_loads.values():
+            share = foreign and foreign._replace(
+                tokens=foreign.tokens / count, lasting_tokens=foreign.lasting_tokens / count
+            )
+            load.set_foreign(share)
 
     def serves(self, model: str) -> bool:
         return model in self.models
@@ -401,6 +400,8 @@ def release_shown(release: tuple[int, ...]) -> str:
 _CACHE_CONFIG = b"vllm:cache_config_info{"
 _START_TIME = b"process_start_time_seconds "
 _RUNNING = b"vllm:num_requests_running{"
+_ENDED = b"vllm:request_success_total{"
+_KV_USAGE = b"vllm:kv_cache_usage_perc{"
 _WAITING = b"vllm:num_requests_waiting{"
 _BY_SOURCE = b"vllm:prompt_tokens_by_source_total{"
 _FROM_ENGINES = b'source="external_kv_transfer"'
@@ -440,7 +441,11 @@ class MetricsPage:
     waiting: int | None = None
     fetched_tokens: int = 0
     """`vllm:prompt_tokens_by_source_total` from other engines (`external_kv_transfer`), summed likewise."""
-    sleep: SleepFacts = SleepFacts()
+    sleep: SleepFacts = _AWAKE
+    kv_usage: float = 0.0
+    """`vllm:kv_cache_usage_perc`, the mean over data-parallel ranks."""
+    ended: int | None = None
+    """`vllm:request_success_total`, summed over ranks and reasons."""
 
 
 def parse_models(body: bytes) -> ModelsPage:
@@ -510,6 +515,8 @@ def parse_metrics(page: bytes) -> MetricsPage:
         _sum(page, _WAITING) if _WAITING in page else None,
         _sum(page, _BY_SOURCE, _FROM_ENGINES),
         _sleep(page),
+        _mean(page, _KV_USAGE),
+        _sum(page, _ENDED) if _ENDED in page else None,
     )
 
 
@@ -538,6 +545,18 @@ def _sum(page: bytes, start: bytes, label: bytes = b"") -> int:
         except (ValueError, IndexError, OverflowError):
             continue
     return total
+
+
+def _mean(page: bytes, start: bytes) -> float:
+    """The mean of a figure's lines; 0 without one. Figures that are not finite count as 0."""
+    figures: list[float] = []
+    for line in _lines(page, start):
+        try:
+            figure = float(line.rpartition(b"}")[2].split()[0])
+        except (ValueError, IndexError):
+            continue
+        figures.append(figure if isfinite(figure) else 0.0)
+    return sum(figures) / len(figures) if figures else 0.0
 
 
 def _lines(page: bytes, start: bytes) -> list[bytes]:

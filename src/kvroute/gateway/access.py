@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvroute.errors import GatewayOverloaded, ShuttingDown, TooManyRequests, Unauthorized
 from kvroute.gateway.client_keys import KeyRing, KnownClient
@@ -91,6 +91,10 @@ class Admission:
     @property
     def is_open(self) -> bool:
         return self._is_open
+
+    def requests(self) -> Collection[InFlightRequest]:
+        """The requests in flight. Do not change it."""
+        return self._in_flight
 
     @property
     def is_shutting_down(self) -> bool:

@@ -21,6 +21,7 @@ from kvroute import __version__
 from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest
 from kvroute.fleet.fleet import DrainProgress, Fleet, progress_of, until_drained
+from kvroute.fleet.load import describe_foreign
 from kvroute.fleet.options import WorkerEntry
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.admin_guard import ADMIN, KEY_FINGERPRINT, PAGE
@@ -77,7 +78,7 @@ def admin_routes(
 
     @routes.get("/workers", summary="Every worker with its state, facts and load")
     async def workers() -> dict[str, Any]:
-        return {"workers": [_described(worker, router) for worker in fleet.workers()]}
+        return {"workers": [_described(worker, router, clock.now()) for worker in fleet.workers()]}
 
     @routes.post(
         "/workers",
@@ -97,11 +98,11 @@ def admin_routes(
             raise InvalidRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
         added = fleet.add(entry.spec())
         _audit(request, "added", added)
-        return _described(added, router)
+        return _described(added, router, clock.now())
 
     @routes.get("/workers/{worker_id}", summary="One worker")
     async def worker(worker_id: str) -> dict[str, Any]:
-        return _described(fleet.get(worker_id), router)
+        return _described(fleet.get(worker_id), router, clock.now())
 
     @routes.delete("/workers/{worker_id}", summary="Remove a worker; its running requests finish")
     async def remove(worker_id: str, request: Request) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def admin_routes(
         returned = fleet.get(worker_id)
         fleet.undrain(returned.id)
         _audit(request, "undrained", returned)
-        return _described(returned, router)
+        return _described(returned, router, clock.now())
 
     def pass_through(control: EngineControl, action: str) -> None:
         @routes.post(f"/workers/{{worker_id}}/{action}", summary=f"Pass /{action} to a worker", name=action)
@@ -250,14 +251,14 @@ def _progress(progress: DrainProgress) -> dict[str, Any]:
     return {"worker": progress.worker, "running_requests": progress.in_flight, "drained": progress.is_done}
 
 
-def _described(worker: Worker, router: Router) -> dict[str, Any]:
+def _described(worker: Worker, router: Router, now: float) -> dict[str, Any]:
     facts = worker.facts
     return {
         "id": worker.id,
         "url": worker.spec.url,
         "role": worker.role.value,
         "state": worker.state.value,
-        "trouble": worker.trouble or None,
+        "trouble": worker.trouble or worker.asleep or None,
         "models": sorted(worker.models),
         "adapters": dict(facts.adapters),
         "capacity_tokens": worker.capacity_tokens,
@@ -265,6 +266,7 @@ def _described(worker: Worker, router: Router) -> dict[str, Any]:
         "start_time": facts.start_time,
         "running_requests": worker.load.in_flight,
         "active_tokens": worker.load.active_tokens,
+        "foreign": describe_foreign(worker.load, now),
         **router.describe_worker(worker),
     }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.errors import (
@@ -27,14 +28,14 @@ from kvroute.errors import (
 )
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.load import Reservation
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway.back_pressure import estimated_retry_after_s
 from kvroute.gateway.journal import Connect, Record, Trace, trace_id_in
 from kvroute.gateway.planner import RequestPlan, has_rank
 from kvroute.gateway.poison import LostRequests
 from kvroute.metrics import Metrics
 from kvroute.routing.router import Router
-from kvroute.routing.strategy import Candidate, RouteQuery
+from kvroute.routing.strategy import Candidate, RouteDecision, RouteQuery
 from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 from kvroute.upstream.transport import Transports
@@ -140,6 +141,9 @@ class Attempts(Struct, eq=False):
     """Workers that have begun to compute the request and failed."""
     _busy: list[tuple[Worker, int]] | None = None
     """The workers that were full, with their Retry-After (0: none)."""
+    _has_left: bool = False
+    """The request was taken from a worker that was found asleep. It is done once: a whole fleet may be put to
+    sleep, one worker after another."""
 
     def start(self, listener: AnswerListener) -> None:
         """Send the request to the first worker of the ranking. Raises InvalidRequest."""
@@ -151,6 +155,11 @@ class Attempts(Struct, eq=False):
     def _send_to_next(self, listener: AnswerListener) -> None:
         deps, plan, record = self._deps, self._plan, self._record
         query, decision, tried = plan.query, plan.decision, record.attempts
+        if tried:  # a worker may have fallen asleep since the request was planned
+            ranking = _awake_first(decision.ranking, tried)
+            if ranking is not decision.ranking:
+                decision = RouteDecision(decision.strategy, decision.reason, ranking, decision.handover)
+                plan = self._plan = replace(plan, decision=decision)
         candidate = self.candidate = decision.ranking[tried]
         # The first attempt is sent at the moment for which it was planned.
         now = deps.now() if tried else query.now
@@ -299,6 +308,30 @@ class Attempts(Struct, eq=False):
             retry_after_s=min(stated) if stated else estimated,
         )
 
+    def leave(self, worker: Worker, listener: AnswerListener) -> bool:
+        """Send the request to another worker, if it is at `worker`, which was found asleep.
+
+        Returns False if it is not there, or if no other worker of the ranking is awake: then it stays, and is
+        answered after the sleep. Costs nothing of the retry budget, because nothing has failed.
+        """
+        if self.candidate is None or self.candidate.worker is not worker or not self._may_leave():
+            return False
+        self.release(self._deps.now())
+        self._send_to_next(listener)
+        return True
+
+    def _may_leave(self) -> bool:
+        others = self._plan.decision.ranking[self._record.attempts :]
+        if (
+            self._has_left
+            or self.response is None
+            or all(other.worker.state is HealthState.ASLEEP for other in others)
+        ):
+            return False
+        self._has_left = True
+        self._deps.metrics.retries.labels("asleep").inc()
+        return True
+
     def _may_retry(self, cause: str) -> bool:
         """Take a retry from the budget; a refused connection costs nothing."""
         deps = self._deps
@@ -326,6 +359,19 @@ class Attempts(Struct, eq=False):
             tried = self._record.attempts
             return WorkerUnreachable(f"No worker could be reached ({tried} attempts, last: {error.cause}).")
         return WorkerUnreachable(f"Worker {worker!r} failed before it answered ({error.cause}).")
+
+
+def _awake_first(ranking: Sequence[Candidate], tried: int) -> Sequence[Candidate]:
+    """The ranking, in which the first worker at `tried` or behind it that is awake is at `tried`.
+
+    The same object if that is so already, or if none of them is awake.
+    """
+    for place in range(tried, len(ranking)):
+        if ranking[place].worker.state is not HealthState.ASLEEP:
+            if place == tried:
+                return ranking
+            return [*ranking[:tried], ranking[place], *ranking[tried:place], *ranking[place + 1 :]]
+    return ranking
 
 
 def _trace_connect(trace: Trace, worker: str, response: UpstreamResponse, now: Callable[[], float]) -> None:

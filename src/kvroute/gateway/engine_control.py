@@ -8,7 +8,7 @@ the next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -16,7 +16,9 @@ import httpx
 import msgspec
 
 from kvroute.errors import InvalidRequest, WorkerTimeout, WorkerUnreachable
+from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import in_words
+from kvroute.fleet.sleep import PAUSED, SLEEPS
 from kvroute.fleet.worker import Worker
 
 ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -27,6 +29,7 @@ ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "resume": (),
 }
 """The engine's endpoints, and the parameters that each one knows."""
+_STOPS: Final[Mapping[str, str]] = {"sleep": SLEEPS, "pause": PAUSED}
 _MAX_ANSWER_BYTES: Final = 16_384
 _FALSE: Final = ("false", "0", "no", "off")
 
@@ -56,7 +59,8 @@ def empties_cache(action: str, query: str, answer: object) -> bool:
 class EngineControl:
     """Sends such requests. Stateless; the client belongs to the caller.
 
-    `cleared` is called with each worker whose prefix cache is empty now.
+    `cleared` is called with each worker whose prefix cache is empty now. `health` learns first which engines
+    will sleep or pause, so that they get no more requests.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class EngineControl:
         timeout_s: float,
         api_key: str | None,
         cleared: Callable[[Worker], None],
+        health: HealthMonitor,
     ) -> None:
         self._client = client
+        self._health = health
         self._timeout_s = timeout_s
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._cleared = cleared
@@ -78,6 +84,27 @@ class EngineControl:
         Raises InvalidRequest, WorkerTimeout, and WorkerUnreachable also if the engine refuses.
         """
         check_query(action, query)
+        return await self._send_to(worker, action, query, self._stop((worker,), action))
+
+    def _stop(self, workers: Sequence[Worker], action: str) -> Collection[Worker]:
+        """Take workers whose engines will stop out of routing; returns those that were in it."""
+        why = _STOPS.get(action)
+        stopped = [worker for worker in workers if not worker.asleep] if why else []
+        if why:
+            self._health.report_asleep(stopped, why)
+        return stopped
+
+    async def _send_to(self, worker: Worker, action: str, query: str, stopped: Collection[Worker]) -> object:
+        try:
+            return await self._send(worker, action, query)
+        except WorkerUnreachable:
+            if worker in stopped:
+                self._health.report_awake(worker)
+            raise
+        finally:
+            self._health.recheck(worker)
+
+    async def _send(self, worker: Worker, action: str, query: str) -> object:
         url = f"{worker.spec.url}/{action}" + (f"?{query}" if query else "")
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -104,11 +131,14 @@ class EngineControl:
     async def send_to_all(self, workers: Sequence[Worker], action: str, query: str) -> dict[str, Any]:
         """Send one request to each worker at the same time; returns answers and errors by worker."""
         check_query(action, query)
-        answers = await asyncio.gather(*(self._outcome(worker, action, query) for worker in workers))
+        stopped = self._stop(workers, action)  # all of them before one request goes from one to the next
+        answers = await asyncio.gather(*(self._outcome(worker, action, query, stopped) for worker in workers))
         return dict(zip((worker.id for worker in workers), answers, strict=True))
 
-    async def _outcome(self, worker: Worker, action: str, query: str) -> dict[str, Any]:
+    async def _outcome(
+        self, worker: Worker, action: str, query: str, stopped: Collection[Worker]
+    ) -> dict[str, Any]:
         try:
-            return {"ok": True, "answer": await self.send(worker, action, query)}
+            return {"ok": True, "answer": await self._send_to(worker, action, query, stopped)}
         except (WorkerUnreachable, WorkerTimeout) as error:
             return {"ok": False, "error": error.message}

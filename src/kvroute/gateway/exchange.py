@@ -416,6 +416,20 @@ class Exchange(Struct, eq=False):
         if self._attempts.response is not None:
             self._attempts.response.resume()
 
+    def leave(self, worker: Worker) -> None:
+        """`worker` was found asleep: unless it has begun to answer, another worker gets the request."""
+        if self.is_over or self._is_started:
+            return
+        try:
+            if self._attempts.leave(worker, self):
+                self._preamble = None
+        except GatewayError as error:
+            self._fail(error)
+        except Exception:
+            # A defect must end this exchange only, and release its reservations.
+            log.exception("an exchange failed")
+            self._fail(InternalError("Internal error."))
+
     def answer_arrived(self, response: UpstreamResponse) -> None:
         """Called by the worker's connection: see `upstream.response.AnswerListener`."""
         if response is not self._attempts.response:

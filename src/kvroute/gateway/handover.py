@@ -34,6 +34,7 @@ from kvroute.errors import (
     ResponseTimeout,
     WorkerTimeout,
 )
+from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.downstream import Downstream, Forwarding
@@ -284,6 +285,21 @@ class HandoverAttempts(Attempts, kw_only=True):
             return False
         self._fall_back("transfer", listener)
         return True
+
+    def leave(self, worker: Worker, listener: AnswerListener) -> bool:
+        """See `Attempts`. Another worker, if possible the decode worker, then does the whole request."""
+        if self.phase is _REST or self.phase is _NEW:
+            return Attempts.leave(self, worker, listener)
+        at = self.handover.prefill if self.phase is _PREFILL else self.candidate
+        if at is None or at.worker is not worker or not self._may_leave():
+            return False
+        self._fall_back("asleep", listener)
+        return True
+
+    def _may_leave(self) -> bool:
+        if self.phase is _PREFILL and self.handover.whole.worker.state is not HealthState.ASLEEP:
+            self._order(whole_first=True)
+        return Attempts._may_leave(self)
 
     def _decode_timed_out(self, error: ResponseTimeout, listener: AnswerListener) -> None:
         assert self.candidate is not None

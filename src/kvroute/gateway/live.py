@@ -16,6 +16,7 @@ import msgspec
 from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest, TooManyRequests
 from kvroute.fleet.fleet import Fleet
+from kvroute.fleet.load import describe_foreign
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Entry, Journal, Record
 from kvroute.metrics import Metrics
@@ -173,19 +174,20 @@ class LiveFigures:
 
     def _worker(self, worker: Worker, now: float) -> Json:
         load = worker.load
-        wait_s = load.wait(now)
+        wait_s, foreign = load.wait(now), describe_foreign(load, now)
         return {
             "url": worker.spec.url,
             "state": worker.state.value,
             "role": worker.role.value,
             "fetched_tokens": worker.facts.fetched.total,
-            "trouble": worker.trouble or None,
+            "trouble": worker.trouble or worker.asleep or None,
             "models": sorted(worker.models),
             "capacity_tokens": worker.capacity_tokens,
             "block_size": worker.block_size,
             "in_flight": load.in_flight,
             "queued": load.queued,
-            "queued_prefill_s": round(wait_s, 3),
+            "queued_prefill_s": round(wait_s - (foreign["wait_s"] if foreign else 0.0), 3),
+            "foreign": foreign,
             "busy": round(load.recent(now)[0], 3),
             "active_tokens": load.active_tokens,
             "ramp": round(worker.share_at(now), 3),

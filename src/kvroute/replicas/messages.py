@@ -380,6 +380,7 @@ class AdminWorkerSpec(msgspec.Struct, frozen=True, array_like=True):
     role: str | None
     draining: bool
     node: str | None
+    needs_health: bool = True
 
 
 class OverrideEntry(msgspec.Struct, frozen=True, array_like=True):

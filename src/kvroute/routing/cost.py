@@ -482,8 +482,8 @@ class CostModel:
                     marginal_s += balance * ahead * own_s
                 score += marginal_s
             decode_s = 0.0
-            if in_flight:
-                decode_s = active_token_s * load.active_tokens
+            if in_flight or load.foreign_tokens:
+                decode_s = active_token_s * (load.active_tokens + load.foreign_tokens)
                 score += decode_s
             if worker.share < 1.0:
                 is_special = True
@@ -558,7 +558,7 @@ def _tie_winner(
 
     The order: active tokens, recent prefill, hash, score, position.
     """
-    winner, active, done, score = -1, 0, 0.0, 0.0
+    winner, active, done, score = -1, 0.0, 0.0, 0.0
     tie_hash: int | None = None
     place = -1
     for row in rows:
@@ -566,7 +566,7 @@ def _tie_winner(
         if row[0] > limit:
             continue
         load = queues[place]
-        its_active, its_done = load.active_tokens, load.utilisation
+        its_active, its_done = load.active_tokens + load.foreign_tokens, load.utilisation
         if winner < 0 or its_active < active or (its_active == active and its_done < done):
             winner, active, done, score, tie_hash = place, its_active, its_done, row[0], None
         elif its_active == active and its_done == done:

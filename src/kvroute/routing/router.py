@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.blocks.keys import BlockKey, PromptKeys, Tier
-from kvroute.fleet.load import BothListeners, Reservation, ReservationListener
+from kvroute.fleet.load import BothListeners, Reservation, ReservationListener, describe_foreign
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
@@ -597,6 +597,7 @@ class Router:
             entry |= {
                 "requests_in_flight": worker.load.in_flight,
                 "active_tokens": worker.load.active_tokens,
+                "foreign": describe_foreign(candidate.queue, query.now),
                 **self.describe_worker(worker),
             }
         return {

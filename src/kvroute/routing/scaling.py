@@ -143,7 +143,7 @@ def demand_of(workers: Sequence[Worker], now: float, *, queue_s: float, waiting:
     """
     loads = [worker.load for worker in workers]
     seconds, requests = measure_loads(loads, now)
-    queued_s = sum(load.wait_s for load in loads)
+    queued_s = sum(load.wait_s - load.foreign_s for load in loads)
     if waiting and requests > 0:
         queued_s += waiting * seconds / requests
     memory = sum(worker.load.active_tokens / worker.capacity_tokens for worker in workers)

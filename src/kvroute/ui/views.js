@@ -108,6 +108,7 @@ export class Views {
       { title: "Role", of: (row) => row.role },
       { title: "In flight", number: true, of: (row) => count(row.in_flight) },
       { title: "Queued prefill", number: true, of: (row) => (row.queued ? `${seconds(row.queued_prefill_s)} (${row.queued})` : "0") },
+      { title: "From elsewhere", number: true, of: (row) => (row.foreign ? `${seconds(row.foreign.wait_s)} (${count(row.foreign.waiting)} wait, ${count(row.foreign.running)} run, ${seconds(row.foreign.age_s)} ago)` : "0") },
       { title: "Busy with prefill", of: (row, key, cell) => this.meter(cell, row.busy, `${key} is busy with prefill for ${share(row.busy, 1)} of the time`) },
       { title: "Active tokens", number: true, of: (row) => count(row.active_tokens) },
       { title: "GPU tokens", number: true, of: tierColumn(state, "gpu") },
