@@ -25,6 +25,7 @@ from kvroute.doctor.observations import (
 )
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.worker import ModelsPage, WorkerId, WorkerSpec
+from kvroute.index.prefix_index import cause_and_fix
 from kvroute.lmcache.options import LMCacheOptions
 
 OK = Reply(200)
@@ -89,6 +90,23 @@ def test_a_prediction_that_sees_nothing_of_a_full_cache_is_an_error():
     found = judged(replace(WORKER, pair=pair), replace(GATEWAY, trust_notes={"w0": "the stream is silent"}))
 
     assert "(the stream is silent)" in found["prediction-missed"].what
+
+
+@pytest.mark.parametrize("reason", ["audit", "silent", "gap", "unknown_parent", "full", "kinds"])
+def test_a_map_that_is_not_used_is_a_warning_with_the_words_of_the_note(reason):
+    text = cause_and_fix(reason, "windows only")
+    gateway = replace(GATEWAY, notes=(f"kvaware: worker {'w0'!r}: {reason}{text}", "something else"))
+
+    found = judged(gateway=gateway)["map-not-used"]
+
+    assert (found.severity, found.subject) == (Severity.WARNING, "w0")
+    assert reason in found.what
+    assert text.strip(" ()")[1:] in found.fix
+
+
+@pytest.mark.parametrize("reason", ["replaying", "no_events"])
+def test_a_map_that_is_being_read_is_no_finding(reason):
+    assert judged(gateway=replace(GATEWAY, notes=(f"kvaware: worker 'w0': {reason}",))) == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -510,6 +511,24 @@ def _prediction(worker: WorkerSeen, cached: int, gateway: GatewaySeen | None) ->
         )
 
 
+_explained_note = re.compile(r"kvaware: worker (['\"])(.*)\1: (\w+) \((.*)\)", re.DOTALL).fullmatch
+"""A note of /ready about a worker's map with its likely cause and fix: worker, reason, cause and fix."""
+
+
+def _map_use(deployment: Deployment, seen: Observations) -> Found:
+    for note in () if seen.gateway is None else seen.gateway.notes:
+        found = _explained_note(note)
+        if found is not None:
+            _, worker, reason, text = found.groups()
+            yield warning(
+                "map-not-used",
+                worker,
+                f"the gateway does not use its cache map, or not as a whole: {reason}",
+                "What was sent to the worker decides where the map does not, as in `prefixaware`.",
+                f"{text[:1].upper()}{text[1:]}.",
+            )
+
+
 _CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
     _reachable,
     _worker_key,
@@ -524,6 +543,7 @@ _CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
     _adapters,
     _events,
     _probes,
+    _map_use,
     check_lmcache,
     check_store,
     check_gateway,
