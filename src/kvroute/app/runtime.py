@@ -53,6 +53,7 @@ from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_read
 from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
+from kvroute.gateway.sagemaker import Invocations
 from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.streams import StreamWaits
 from kvroute.gateway.tracing import Tracer, make_tracer
@@ -437,6 +438,7 @@ class Runtime:
             deps,
             KeyCheck(keys, self._ring),
             self._outbox,
+            Invocations(self.fleet, self._owners),
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             queue=queue,
             announce=announcer(config.logging, self._clock, session_keys),

@@ -24,7 +24,8 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs
 from kvroute.gateway.exchange import CLIENT_LEFT
 from kvroute.gateway.journal import Record, trace_id_in
-from kvroute.gateway.planner import RequestPlan
+from kvroute.gateway.planner import RequestPlan, has_rank
+from kvroute.gateway.sagemaker import ADAPTER
 from kvroute.gateway.waiting import QueueEntry
 from kvroute.index.prefix_index import MapTrust
 from kvroute.openai.endpoints import Endpoint
@@ -512,8 +513,9 @@ class PickerPlane(DataPlane):
         headers = field_pairs(self.added_fields)
         if record.trace is not None:
             headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
+        headers += [pair for pair in field_pairs(fields) if pair[0].lower() == ADAPTER]
         rank = places[0].candidate.rank
-        if rank is not None and _RANK not in fields.lower():
+        if rank is not None and not has_rank(fields):
             headers.append((_RANK, b"%d" % places[0].candidate.worker.sent_rank(rank)))
         return headers
 

@@ -30,6 +30,8 @@ from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
+from kvroute.gateway.sagemaker import PATH as INVOCATIONS
+from kvroute.gateway.sagemaker import Invocations, with_adapter
 from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
@@ -155,6 +157,7 @@ class DataPlane:
         deps: ExchangeDeps,
         keys: KeyCheck,
         outbox: Outbox,
+        invocations: Invocations,
         *,
         preparer: Preparer | None = None,
         queue: RequestQueue | None = None,
@@ -170,6 +173,7 @@ class DataPlane:
         self.planner = planner
         self._tracer = tracer
         self.stored = stored
+        self.invocations = invocations
         self.preparer = preparer
         self._preparer = preparer if planner.may_need_tokens else None
         self.queue = queue
@@ -267,8 +271,13 @@ class DataPlane:
             fields = tracer.begin(record, fields)
             if record.trace is not None:
                 record.trace.received = self._now()
+        is_sagemaker = request.endpoint.is_sagemaker
+        if is_sagemaker:
+            self.invocations.named(request, headers)
         if self._keys is not None and record.use is None:
             self.admit_key(request, headers, record)
+        if is_sagemaker:
+            owner = self.invocations.owner(request, headers)
         preparer = self._preparer
         if preparer is not None and prepared is None:
             model = self.planner.model_to_tokenize(request, headers)
@@ -325,6 +334,8 @@ class DataPlane:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
             self._announce(plan, record)
+        if is_sagemaker:
+            fields = with_adapter(fields, headers, plan.model)
         return self.start(plan, fields, record, client, entry)
 
     def _relay_waited(
@@ -349,6 +360,8 @@ class DataPlane:
         record.key = key.name
         if key.models is not None:
             check_model(client, request.model, self.planner.resolve)
+            if request.also_named is not None:
+                check_model(client, request.also_named, self.planner.resolve)
         strategy = b""
         if key.strategies is not None and self.planner.allows_strategy_header:
             strategy = header(headers, STRATEGY_HEADER)
@@ -493,6 +506,11 @@ class DataPlane:
     ) -> InFlightRequest:
         """Start an exchange. It ends by itself, or by `Exchange.end`. `entry`: its entry in the queue."""
         deps, admission = self.deps, self.admission
+        if record.path == INVOCATIONS:
+            known = None if record.use is None else record.use.client
+            client = self.invocations.watched(
+                client, record, tenant_of(known) if self._isolates_tenants else ""
+            )
         if record.use is not None:
             client = record.use.metered(client)
         on_end: Callable[[Exchange], object] = admission.discard

@@ -45,6 +45,7 @@ class Endpoint:
     `takes_rank`: the engine computes a request on the data-parallel rank of its header
     `X-data-parallel-rank`. For the other endpoints vLLM 0.32 does not read the header: its own balancer
     chooses the rank.
+    `is_sagemaker`: SageMaker's headers name the model and the session (`gateway.sagemaker`).
     """
 
     path: str
@@ -59,6 +60,7 @@ class Endpoint:
     """The body is that of Anthropic's Messages API."""
     preamble: frozenset[str] = frozenset()
     takes_rank: bool = False
+    is_sagemaker: bool = False
 
     @property
     def is_pooling(self) -> bool:
@@ -135,6 +137,7 @@ _ROWS = (
         "SageMaker invocation: any of the JSON bodies above",
         limits=("max_tokens",),
         takes_rank=True,
+        is_sagemaker=True,
     ),
 )
 

@@ -127,7 +127,8 @@ _NO_FORM: Mapping[str, str] = MappingProxyType({})
 class InferenceRequest(Struct, eq=False, gc=False):
     """One request to an inference endpoint.
 
-    Mutable: `messages` and `fields` are decoded on first use; `DataPlane.admit_key` sets `tenant`.
+    Mutable: `messages` and `fields` are decoded on first use; `DataPlane.admit_key` sets `tenant`, and
+    `gateway.sagemaker` the model.
     """
 
     endpoint: Endpoint
@@ -163,6 +164,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """The body without most of its messages, if its prefix is known. Its other members are complete."""
     reads_cache: bool = True
     """Whether an engine that caches prefixes reads its cache for this request (`openai.cache_reads`)."""
+    also_named: str | None = None
+    """A model that the client named besides `model`, and that is not computed; its key must permit both."""
     _fields: Mapping[str, Raw] | None = None
     _members: Mapping[str, Raw] | None = None
 
@@ -198,6 +201,10 @@ class InferenceRequest(Struct, eq=False, gc=False):
             members = _decode_fields(self.outline) if self.outline else self.fields or {}
             self._members = members
         return members
+
+    def forget_members(self) -> None:
+        """To be called when `body` has got another `model`."""
+        self._fields = self._members = None
 
     @property
     def may_have_session(self) -> bool:

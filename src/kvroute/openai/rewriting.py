@@ -39,6 +39,7 @@ _LARGE_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 _ESCAPED = b"\\u"
 _COLON = re.compile(rb"\s*:\s*")
+_is_empty = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*\}[ \t\r\n]*").fullmatch
 
 
 class TopLevelMember:
@@ -92,7 +93,7 @@ def with_members(
 ) -> bytes:
     """`body` with each of `members` (to JSON text) set; all other bytes stay.
 
-    `body` is a JSON object and not empty; `there` has the present values of `members`, None for an absent
+    `body` is a JSON object; `there` has the present values of `members`, None for an absent
     one. A present member gets its value replaced. An absent one, or one without a known place, is
     appended: of members with one name the last one counts, for Python's json (and so for vLLM) and msgspec.
     """
@@ -107,8 +108,8 @@ def with_members(
     if not added:
         return body
     end = len(body.rstrip(_BLANK)) - 1
-    view = memoryview(body)
-    return b"".join([view[:end], b",", b",".join(added), view[end:]])
+    view, comma = memoryview(body), b"" if _is_empty(body) else b","
+    return b"".join([view[:end], comma, b",".join(added), view[end:]])
 
 
 _MODEL = TopLevelMember("model")
