@@ -421,6 +421,7 @@ class Runtime:
             sources,
             allow_strategy_header=config.server.allow_strategy_header,
             isolation=self._isolation,
+            trusts_clients=config.server.trust_clients,
         )
         stored = StoredResponses(
             self._owners,
@@ -445,6 +446,7 @@ class Runtime:
             bounded=Bounded(config.server.body_limits, also=sources.fields),
             worker_authorization=worker_authorization,
             drops_authorization=has_keys,
+            trusts_clients=config.server.trust_clients,
             held_bytes=config.upstream.read_buffer_bytes,
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,

@@ -530,7 +530,7 @@ class PickerPlane(DataPlane):
     ) -> InFlightRequest:
         """Plan a request for one of the relayed endpoints. Raises GatewayError."""
         self.admission.check(headers)
-        fields = _read_fields(headers)
+        fields = self._read_fields(headers)
         return await relay_body(self, endpoint, body, target, headers, fields, record, client)
 
     async def pick_stored(
@@ -546,10 +546,10 @@ class PickerPlane(DataPlane):
         """Plan a request for a stored response. Raises GatewayError."""
         self.admission.check(headers)
         plan = await stored_plan(self, response_id, method, body, target, headers, record)
-        return self.start(plan, _read_fields(headers), record, client)
+        return self.start(plan, self._read_fields(headers), record, client)
 
-
-def _read_fields(headers: Headers) -> bytes:
-    """The header lines that `PickerPlane` itself reads; Envoy relays all of them."""
-    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in (b"traceparent", _RANK)]
-    return b"".join(line for line in lines if line.count(b"\n") == line.count(b"\r") == 1)
+    def _read_fields(self, headers: Headers) -> bytes:
+        """The header lines that the picker itself reads; Envoy relays all of them."""
+        names = {b"traceparent", _RANK} - self.hidden_fields
+        lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in names]
+        return b"".join(line for line in lines if line.count(b"\n") == line.count(b"\r") == 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -98,11 +98,15 @@ class Prober:
         answer = await self._get(url + "/version", {})
         return answer if isinstance(answer, ProbeFailure) else release_of(answer.decode("utf-8", "replace"))
 
-    async def isolation(self, url: str) -> ProbeFailure | None:
-        """None if the release of the worker at `url` honours `cache_salt`."""
+    async def isolation(
+        self, url: str, learned: Callable[[tuple[int, ...]], object] | None = None
+    ) -> ProbeFailure | None:
+        """None if the release of the worker at `url`, which `learned` gets, honours `cache_salt`."""
         release = await self.release(url)
         if isinstance(release, ProbeFailure):
             return release
+        if release is not None and learned is not None:
+            learned(release)
         if release is not None and release >= SALTED_SINCE:
             return None
         shown = "a worker of an unknown release" if release is None else f"vLLM {release_shown(release)}"

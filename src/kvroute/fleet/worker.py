@@ -193,6 +193,8 @@ class Worker:
     """The worker's current problem, in words for an operator; empty while healthy."""
     models_trouble: str = ""
     """Why `/v1/models` could not be read the last time; empty if it was read."""
+    release: tuple[int, ...] | None = None
+    """Of its vLLM, (major, minor, patch); None if it was not read: only `server.isolation` needs it."""
     engine_queue: EngineQueue | None = None
     """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
@@ -203,6 +205,10 @@ class Worker:
     @property
     def id(self) -> WorkerId:
         return self.spec.id
+
+    def learn_release(self, release: tuple[int, ...]) -> None:
+        """Its `/version` has named this release."""
+        self.release = release
 
     @property
     def is_routable(self) -> bool:

@@ -159,7 +159,9 @@ def control_routes(
             owner,
             with_session=True,
             prepared=prepared,
-            fields=b"".join(b"%b: %b\r\n" % field for field in headers),
+            fields=b"".join(
+                b"%b: %b\r\n" % field for field in headers if field[0] not in plane.hidden_fields
+            ),
         )
         unroutable = [
             {

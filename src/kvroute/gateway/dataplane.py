@@ -38,6 +38,7 @@ from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
+from kvroute.openai.kv_transfer import is_address
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, model_alone, parse_request
 from kvroute.upstream.writes import Outbox
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 _MULTIPART = BodyKind.MULTIPART  # an enum member that is looked up in its class costs 80 ns (CPython 3.11)
 _LONGEST_MODEL = 4_096
 _AUTHORIZATION = frozenset({b"authorization"})
+_RANK = frozenset({b"x-data-parallel-rank"})
 _OWN_KEYS = frozenset({b"authorization", b"x-api-key"})
 """Headers that may hold a key of this gateway: see `KeyCheck`."""
 _LOW_DIGITS = tuple(b"%02x" % low for low in range(256))
@@ -111,7 +113,8 @@ class BodyReader:
 
         Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
         """
-        model, why = None, self._planner.why_body_is_read(endpoint)
+        model = None
+        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(body)
         if not why and self._planner.goes_by_model:
             model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
@@ -144,7 +147,8 @@ class DataPlane:
     """Plans admitted requests and starts their exchanges.
 
     `worker_authorization` replaces the client's Authorization header towards workers. `drops_authorization`
-    removes that header and `x-api-key`, because they hold a key of this gateway. `held_bytes` is the part of
+    removes that header and `x-api-key`, because they hold a key of this gateway. Clients with named keys
+    choose their data-parallel rank only with `trusts_clients`. `held_bytes` is the part of
     an answer that is kept for a slow client. `preparer` is for strategies that need a prompt's tokens.
     Without a `queue` workers have no limits. `announce` is called with each plan. Mutable: `_preparing`
     holds the tasks of requests whose plan needs time; `aclose` ends them.
@@ -165,6 +169,7 @@ class DataPlane:
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
+        trusts_clients: bool = False,
         max_body_bytes: int,
         max_in_flight: int,
         held_bytes: int,
@@ -193,6 +198,8 @@ class DataPlane:
             self.hidden_fields = _OWN_KEYS
         elif worker_authorization is not None:
             self.hidden_fields = _AUTHORIZATION
+        if keys.ring is not None and not trusts_clients:
+            self.hidden_fields |= _RANK
         self.added_fields = (
             b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
         )
@@ -240,10 +247,16 @@ class DataPlane:
     def new_record(self, sent_id: bytes, path: str) -> Record:
         """The record of a request that has just arrived; its time starts now.
 
-        The request ID is the client's own `x-request-id`, `sent_id`, if that is short and printable;
-        otherwise a new one. A caller that waits for the body sets `started` again.
+        The request ID is the client's own `x-request-id`, `sent_id`, if that is short, printable and no
+        address for engines; otherwise a new one. A caller that waits for the body sets `started` again.
         """
-        if sent_id and len(sent_id) <= 256 and sent_id.isascii() and sent_id.decode("ascii").isprintable():
+        if (
+            sent_id
+            and len(sent_id) <= 256
+            and sent_id.isascii()
+            and sent_id.decode("ascii").isprintable()
+            and not is_address(sent_id)
+        ):
             return Record(sent_id, path, self._now())
         return Record(next(self._request_ids), path, self._now())
 

@@ -28,7 +28,7 @@ from msgspec import Raw
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest, NotFound, TenantNotIsolated
 from kvroute.openai.bounded import UNREADABLE
-from kvroute.openai.endpoints import BodyKind, Isolation
+from kvroute.openai.endpoints import SALTED_LATE, BodyKind, Isolation
 from kvroute.openai.request import InferenceRequest
 
 _MAX_CANDIDATES = 1_000
@@ -219,6 +219,14 @@ def check_response_owner(tenant: str, response_id: str, param: str) -> None:
 
 def _response_prefix(tenant: str) -> str:
     return "resp_" + blake2b(tenant.encode(), digest_size=8).hexdigest()
+
+
+def salted_since(request: InferenceRequest) -> tuple[int, int, int] | None:
+    """The first release of vLLM that honours `cache_salt` in this request; None: every supported one."""
+    endpoint = request.endpoint
+    if endpoint.is_sagemaker and not {"messages", "prompt"} & (request.fields or {}).keys():
+        return SALTED_LATE  # a pooling request
+    return endpoint.salted_since
 
 
 def check_can_be_isolated(request: InferenceRequest, *, needs_tag: bool = False) -> None:
