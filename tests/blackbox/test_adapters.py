@@ -129,7 +129,7 @@ async def test_clients_salts_and_tags_are_part_of_the_key_space(
         spaces.add((got["cache_salt"], tag(got)))
     assert len(spaces) == 3
 
-    own = {"lmcache.tag.user": "u", "lmcache.skip_save": True, "other": {"a": [1]}}
+    own = {"lmcache.tag.user": "u", "lmcache.skip_save": True, "lmcache.other": {"a": [1]}}
     body = {"model": "ada", "kv_transfer_params": own, "prompt": PROMPT}
     got = json.loads(await sent(gateway.url, worker, path, body))
     params = got["kv_transfer_params"]

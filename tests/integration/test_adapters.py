@@ -44,7 +44,9 @@ def cached(answer: httpx.Response) -> int:
 
 
 async def ask(running: Any, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    answer = await running.client.post(path, json=body)
+    # On /invocations vLLM ignores the body's model; on other paths, the header.
+    headers = {"x-amzn-sagemaker-adapter-identifier": body.get("model", "")}
+    answer = await running.client.post(path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer
 

@@ -287,8 +287,8 @@ async def test_a_clients_transfer_parameters_are_refused_in_a_fleet_with_roles(r
             assert all("lmcache.tag.user" in str(body) for body in received(worker))
 
 
-async def test_without_roles_a_clients_transfer_parameters_pass(run_fleet):
-    async with run_fleet("bb") as (gateway, workers):
+async def test_without_roles_a_trusted_clients_transfer_parameters_pass(run_fleet):
+    async with run_fleet("bb", server={"trust_clients": True}) as (gateway, workers):
         answer = await ask(gateway, kv_transfer_params={"other": 1})
 
         assert answer.status_code == 200
@@ -478,6 +478,21 @@ async def test_a_decode_worker_that_breaks_off_is_replaced_and_the_blocks_are_fr
 
         assert answer.status_code == 200
         await until(lambda: usage_of(prefill) == 0)
+        await until(lambda: all_quiet(gateway))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("roles", ["pd", "pdd"])
+async def test_blocks_that_nobody_takes_are_counted(run_fleet, roles, streamed):
+    async with run_fleet(roles) as (gateway, (prefill, *others)):
+        for worker in others:
+            worker.worker.faults.add(Fault(kind="reset", path=CHAT, count=None))
+        answer = await ask(gateway, stream=streamed)
+
+        assert answer.status_code == 200
+        assert answer.headers["x-kvroute-worker"] == "w0"
+        await until(lambda: gateway.metric("kvroute_handover_blocks_kept_total") == 1)
+        assert usage_of(prefill) > 0
         await until(lambda: all_quiet(gateway))
 
 

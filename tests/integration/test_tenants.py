@@ -51,6 +51,8 @@ def sections(tmp_path) -> dict[str, Any]:
 
 async def post(running: Any, name: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {name}-key"}
+    if path == "/invocations":  # there vLLM ignores the body's model
+        headers["x-amzn-sagemaker-adapter-identifier"] = body.get("model", MODEL)
     answer: httpx.Response = await running.client.post(
         path, json={"model": MODEL, "max_tokens": 1, **body}, headers=headers
     )

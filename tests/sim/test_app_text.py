@@ -8,6 +8,9 @@ import httpx
 import openai
 import pytest
 
+from kvroute.sim.app import run_sim
+from kvroute.sim.options import SimOptions
+
 
 async def test_detokenize_reverses_tokenize(http: httpx.AsyncClient) -> None:
     body = {"model": "sim-model", "prompt": "Grüße, 世界", "return_token_strs": True}
@@ -110,3 +113,26 @@ async def test_invocations_find_the_endpoint(
 )
 async def test_wrong_requests_are_refused(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     assert (await http.post(path, json=body)).status_code == 400
+
+
+async def test_invocations_take_the_model_from_the_header_and_never_from_the_body() -> None:
+    options = SimOptions(loras={"ada": "sim-model"}, kv_events=False, time_scale=0)
+    async with run_sim(options) as sim, httpx.AsyncClient(base_url=sim.url) as client:
+        for headers, model in (({}, "sim-model"), ({"X-Amzn-SageMaker-Adapter-Identifier": "ada"}, "ada")):
+            for named in ("sim-model", "ada", "unknown"):
+                body = {"model": named, "prompt": "x", "max_tokens": 1}
+                answer = await client.post("/invocations", json=body, headers=headers)
+                assert answer.json()["model"] == model
+
+
+async def test_a_session_is_opened_used_and_closed() -> None:
+    options = SimOptions(stateful_sessions=True, kv_events=False, time_scale=0)
+    async with run_sim(options) as sim, httpx.AsyncClient(base_url=sim.url) as client:
+        opened = await client.post("/invocations", json={"requestType": "NEW_SESSION"})
+        session = opened.headers["x-amzn-sagemaker-new-session-id"].partition("; Expires=")[0]
+        headers = {"x-amzn-sagemaker-session-id": session}
+
+        assert (await client.post("/invocations", json={"prompt": "x"}, headers=headers)).status_code == 200
+        closed = await client.post("/invocations", json={"requestType": "CLOSE"}, headers=headers)
+        assert closed.headers["x-amzn-sagemaker-closed-session-id"] == session
+        assert (await client.post("/invocations", json={"prompt": "x"}, headers=headers)).status_code == 400

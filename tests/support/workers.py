@@ -26,6 +26,8 @@ class ScriptedWorker:
         self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
         self.requests: list[bytes] = []
         self.url = ""
+        self.version = ""
+        """The release of vLLM that `/version` names; empty: none."""
         self.may_answer = asyncio.Event()
         """The worker answers when it is set, as it is at first."""
         self.may_answer.set()
@@ -68,6 +70,9 @@ class ScriptedWorker:
             if b" /v1/models " in head:
                 models = json.dumps({"object": "list", "data": self.cards}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(models), models))
+            elif self.version and head.startswith(b"GET /version "):
+                version = json.dumps({"version": self.version}).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(version), version))
             elif head.startswith(b"GET /") and not head.startswith(b"GET /v1/"):
                 await self.may_pass_probes.wait()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")

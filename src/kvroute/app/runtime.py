@@ -55,6 +55,7 @@ from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
 from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import KeySpaces
 from kvroute.gateway.request_queue import Permits, RequestQueue
+from kvroute.gateway.sagemaker import Invocations
 from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.streams import StreamWaits
 from kvroute.gateway.tracing import Tracer, make_tracer
@@ -428,6 +429,7 @@ class Runtime:
             sources,
             allow_strategy_header=config.server.allow_strategy_header,
             isolation=self._isolation,
+            trusts_clients=config.server.trust_clients,
         )
         stored = StoredResponses(
             self._owners,
@@ -445,12 +447,14 @@ class Runtime:
             deps,
             KeyCheck(keys, self._ring),
             self._outbox,
+            Invocations(self.fleet, self._owners),
             preparer=self.cache_tracker.preparer if self.cache_tracker else None,
             queue=queue,
             announce=announcer(config.logging, self._clock, session_keys),
             bounded=Bounded(config.server.body_limits, also=sources.fields),
             worker_authorization=worker_authorization,
             drops_authorization=has_keys,
+            trusts_clients=config.server.trust_clients,
             held_bytes=config.upstream.read_buffer_bytes,
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,

@@ -24,7 +24,8 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs
 from kvroute.gateway.exchange import CLIENT_LEFT
 from kvroute.gateway.journal import Record, trace_id_in
-from kvroute.gateway.planner import RequestPlan
+from kvroute.gateway.planner import RequestPlan, has_rank
+from kvroute.gateway.sagemaker import ADAPTER
 from kvroute.gateway.waiting import QueueEntry
 from kvroute.index.prefix_index import MapTrust
 from kvroute.openai.endpoints import Endpoint
@@ -512,8 +513,9 @@ class PickerPlane(DataPlane):
         headers = field_pairs(self.added_fields)
         if record.trace is not None:
             headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
+        headers += [pair for pair in field_pairs(fields) if pair[0].lower() == ADAPTER]
         rank = places[0].candidate.rank
-        if rank is not None and _RANK not in fields.lower():
+        if rank is not None and not has_rank(fields):
             headers.append((_RANK, b"%d" % places[0].candidate.worker.sent_rank(rank)))
         return headers
 
@@ -528,7 +530,7 @@ class PickerPlane(DataPlane):
     ) -> InFlightRequest:
         """Plan a request for one of the relayed endpoints. Raises GatewayError."""
         self.admission.check(headers)
-        fields = _read_fields(headers)
+        fields = self._read_fields(headers)
         return await relay_body(self, endpoint, body, target, headers, fields, record, client)
 
     async def pick_stored(
@@ -544,10 +546,10 @@ class PickerPlane(DataPlane):
         """Plan a request for a stored response. Raises GatewayError."""
         self.admission.check(headers)
         plan = await stored_plan(self, response_id, method, body, target, headers, record)
-        return self.start(plan, _read_fields(headers), record, client)
+        return self.start(plan, self._read_fields(headers), record, client)
 
-
-def _read_fields(headers: Headers) -> bytes:
-    """The header lines that `PickerPlane` itself reads; Envoy relays all of them."""
-    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in (b"traceparent", _RANK)]
-    return b"".join(line for line in lines if line.count(b"\n") == line.count(b"\r") == 1)
+    def _read_fields(self, headers: Headers) -> bytes:
+        """The header lines that the picker itself reads; Envoy relays all of them."""
+        names = {b"traceparent", _RANK} - self.hidden_fields
+        lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in names]
+        return b"".join(line for line in lines if line.count(b"\n") == line.count(b"\r") == 1)

@@ -392,7 +392,9 @@ class HealthMonitor:
         return None
 
     async def _read_isolation(self, probes: _WorkerProbes) -> ProbeFailure | None:
-        return await self._prober.isolation(probes.worker.spec.url) if self._isolates else None
+        if not self._isolates:
+            return None
+        return await self._prober.isolation(probes.worker.spec.url, probes.worker.learn_release)
 
     async def _read_models(self, probes: _WorkerProbes) -> ModelsPage | None:
         if self._clock.now() < probes.models_due:

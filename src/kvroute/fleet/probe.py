@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -120,11 +120,15 @@ class Prober:
             return answer
         return _TRUE(answer[:_QUESTION_BYTES]) is not None
 
-    async def isolation(self, url: str) -> ProbeFailure | None:
-        """None if the release of the worker at `url` honours `cache_salt`."""
+    async def isolation(
+        self, url: str, learned: Callable[[tuple[int, ...]], object] | None = None
+    ) -> ProbeFailure | None:
+        """None if the release of the worker at `url`, which `learned` gets, honours `cache_salt`."""
         release = await self.release(url)
         if isinstance(release, ProbeFailure):
             return release
+        if release is not None and learned is not None:
+            learned(release)
         if release is not None and release >= SALTED_SINCE:
             return None
         shown = "a worker of an unknown release" if release is None else f"vLLM {release_shown(release)}"

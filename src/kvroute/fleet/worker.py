@@ -182,6 +182,8 @@ class Worker:
     """Why its engine computes nothing now (`fleet.sleep.why_asleep`); empty while it is awake."""
     models_trouble: str = ""
     """Why `/v1/models` could not be read the last time; empty if it was read."""
+    release: tuple[int, ...] | None = None
+    """Of its vLLM, (major, minor, patch); None if it was not read: only `server.isolation` needs it."""
     engine_queue: EngineFigures | None = None
     """As the health monitor has last read it; None before, and if the worker does not report it."""
     rank_loads: dict[int, WorkerLoad] = field(default_factory=dict)
@@ -192,6 +194,10 @@ class Worker:
     @property
     def id(self) -> WorkerId:
         return self.spec.id
+
+    def learn_release(self, release: tuple[int, ...]) -> None:
+        """Its `/version` has named this release."""
+        self.release = release
 
     @property
     def is_routable(self) -> bool:

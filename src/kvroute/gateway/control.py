@@ -138,6 +138,7 @@ def control_routes(
         headers = request.scope["headers"]
         body = await read_body(request.receive, headers, plane.max_body_bytes)
         parsed = await plane.bodies.read_in_steps(_EXPLAINED, body, headers)
+        plane.invocations.named(parsed, headers, is_sent=False)
         client = plane.admission.keys.client(headers)
         if client is not None:
             check_model(client, parsed.model, fleet.resolve)
@@ -145,7 +146,7 @@ def control_routes(
         previous = parsed.text("previous_response_id")
         if previous:
             check_response_owner(parsed.tenant, previous, "previous_response_id")
-        owner = await plane.stored.find(previous) if previous else None
+        owner = await plane.stored.find(previous) if previous else plane.invocations.owner(parsed, headers)
         model = plane.planner.model_to_tokenize(parsed, headers)
         prepared = None
         if model is not None and plane.preparer is not None:
@@ -158,7 +159,9 @@ def control_routes(
             owner,
             with_session=True,
             prepared=prepared,
-            fields=b"".join(b"%b: %b\r\n" % field for field in headers),
+            fields=b"".join(
+                b"%b: %b\r\n" % field for field in headers if field[0] not in plane.hidden_fields
+            ),
         )
         unroutable = [
             {

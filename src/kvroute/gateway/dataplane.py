@@ -31,12 +31,15 @@ from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, Store
 from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
+from kvroute.gateway.sagemaker import PATH as INVOCATIONS
+from kvroute.gateway.sagemaker import Invocations, with_adapter
 from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
+from kvroute.openai.kv_transfer import is_address
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, model_alone, parse_request
 from kvroute.upstream.options import RetryOptions
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 _MULTIPART = BodyKind.MULTIPART  # an enum member that is looked up in its class costs 80 ns (CPython 3.11)
 _LONGEST_MODEL = 4_096
 _AUTHORIZATION = frozenset({b"authorization"})
+_RANK = frozenset({b"x-data-parallel-rank"})
 _OWN_KEYS = frozenset({b"authorization", b"x-api-key"})
 """Headers that may hold a key of this gateway: see `KeyCheck`."""
 _LOW_DIGITS = tuple(b"%02x" % low for low in range(256))
@@ -111,7 +115,8 @@ class BodyReader:
 
         Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
         """
-        model, why = None, self._planner.why_body_is_read(endpoint)
+        model = None
+        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(body)
         if not why and self._planner.goes_by_model:
             model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
@@ -144,7 +149,8 @@ class DataPlane:
     """Plans admitted requests and starts their exchanges.
 
     `worker_authorization` replaces the client's Authorization header towards workers. `drops_authorization`
-    removes that header and `x-api-key`, because they hold a key of this gateway. `held_bytes` is the part of
+    removes that header and `x-api-key`, because they hold a key of this gateway. Clients with named keys
+    choose their data-parallel rank only with `trusts_clients`. `held_bytes` is the part of
     an answer that is kept for a slow client. `preparer` is for strategies that need a prompt's tokens.
     Without a `queue` workers have no limits. `announce` is called with each plan. Mutable: `_preparing`
     holds the tasks of requests whose plan needs time; `aclose` ends them.
@@ -157,6 +163,7 @@ class DataPlane:
         deps: ExchangeDeps,
         keys: KeyCheck,
         outbox: Outbox,
+        invocations: Invocations,
         *,
         preparer: Preparer | None = None,
         queue: RequestQueue | None = None,
@@ -164,6 +171,7 @@ class DataPlane:
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
+        trusts_clients: bool = False,
         max_body_bytes: int,
         max_in_flight: int,
         held_bytes: int,
@@ -172,6 +180,7 @@ class DataPlane:
         self.planner = planner
         self._tracer = tracer
         self.stored = stored
+        self.invocations = invocations
         self.preparer = preparer
         self._preparer = preparer if planner.may_need_tokens else None
         self.queue = queue
@@ -192,6 +201,8 @@ class DataPlane:
             self.hidden_fields = _OWN_KEYS
         elif worker_authorization is not None:
             self.hidden_fields = _AUTHORIZATION
+        if keys.ring is not None and not trusts_clients:
+            self.hidden_fields |= _RANK
         self.added_fields = (
             b"authorization: %b\r\n" % worker_authorization if worker_authorization is not None else b""
         )
@@ -245,10 +256,16 @@ class DataPlane:
     def new_record(self, sent_id: bytes, path: str) -> Record:
         """The record of a request that has just arrived; its time starts now.
 
-        The request ID is the client's own `x-request-id`, `sent_id`, if that is short and printable;
-        otherwise a new one. A caller that waits for the body sets `started` again.
+        The request ID is the client's own `x-request-id`, `sent_id`, if that is short, printable and no
+        address for engines; otherwise a new one. A caller that waits for the body sets `started` again.
         """
-        if sent_id and len(sent_id) <= 256 and sent_id.isascii() and sent_id.decode("ascii").isprintable():
+        if (
+            sent_id
+            and len(sent_id) <= 256
+            and sent_id.isascii()
+            and sent_id.decode("ascii").isprintable()
+            and not is_address(sent_id)
+        ):
             return Record(sent_id, path, self._now())
         return Record(next(self._request_ids), path, self._now())
 
@@ -276,8 +293,13 @@ class DataPlane:
             fields = tracer.begin(record, fields)
             if record.trace is not None:
                 record.trace.received = self._now()
+        is_sagemaker = request.endpoint.is_sagemaker
+        if is_sagemaker:
+            self.invocations.named(request, headers)
         if self._keys is not None and record.use is None:
             self.admit_key(request, headers, record)
+        if is_sagemaker:
+            owner = self.invocations.owner(request, headers)
         preparer = self._preparer
         if preparer is not None and prepared is None:
             model = self.planner.model_to_tokenize(request, headers)
@@ -336,6 +358,8 @@ class DataPlane:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
             self._announce(plan, record)
+        if is_sagemaker:
+            fields = with_adapter(fields, headers, plan.model)
         return self.start(plan, fields, record, client, entry)
 
     def _relay_waited(
@@ -360,6 +384,8 @@ class DataPlane:
         record.key = key.name
         if key.models is not None:
             check_model(client, request.model, self.planner.resolve)
+            if request.also_named is not None:
+                check_model(client, request.also_named, self.planner.resolve)
         strategy = b""
         if key.strategies is not None and self.planner.allows_strategy_header:
             strategy = header(headers, STRATEGY_HEADER)
@@ -504,6 +530,11 @@ class DataPlane:
     ) -> InFlightRequest:
         """Start an exchange. It ends by itself, or by `Exchange.end`. `entry`: its entry in the queue."""
         deps, admission = self.deps, self.admission
+        if record.path == INVOCATIONS:
+            known = None if record.use is None else record.use.client
+            client = self.invocations.watched(
+                client, record, tenant_of(known) if self._isolates_tenants else ""
+            )
         if record.use is not None:
             client = record.use.metered(client)
         on_end: Callable[[Exchange], object] = admission.discard

@@ -238,7 +238,8 @@ class FastLaneProtocol(EdgeProtocol):
                 client = plane.seen_client(request.authorization)
             headers = self._headers(request, client)
         else:
-            headers = request.headers if plane.reads_headers else _NO_HEADERS
+            is_read = plane.reads_headers or request.endpoint.is_sagemaker
+            headers = request.headers if is_read else _NO_HEADERS
         # Pipelined requests go to uvicorn, and requests to refuse as well: the ASGI path writes the errors.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
@@ -265,7 +266,7 @@ class FastLaneProtocol(EdgeProtocol):
     def _headers(self, request: PlainRequest, client: KnownClient | None) -> Headers:
         """The request's headers, if the gateway itself reads them."""
         plane = self._plane
-        is_read = plane.reads_headers or (client is None and plane.has_keys)
+        is_read = plane.reads_headers or (client is None and plane.has_keys) or request.endpoint.is_sagemaker
         return request.headers if is_read else _NO_HEADERS
 
     def _is_uvicorns_turn(self) -> bool:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 from msgspec import field
 from msgspec.structs import replace
@@ -88,6 +89,29 @@ class _Discard:
 
     def answer_arrived(self, response: UpstreamResponse) -> None:
         response.take()
+
+
+class _Release:
+    """Reads the answer of a request that takes the blocks. Mutable: `is_over`."""
+
+    def __init__(self, on_failure: Callable[[], object]) -> None:
+        """`on_failure` is called once if the blocks were not taken."""
+        self._on_failure = on_failure
+        self.is_over = False
+
+    def answer_arrived(self, response: UpstreamResponse) -> None:
+        response.take()
+        if response.is_over and not self.is_over:
+            self.is_over = True
+            if response.error is not None or response.status != 200:
+                self._on_failure()
+
+    def stop(self, response: UpstreamResponse) -> None:
+        """The time is over."""
+        if not self.is_over:
+            self.is_over = True
+            response.abort()
+            self._on_failure()
 
 
 class HandoverAttempts(Attempts, kw_only=True):
@@ -264,7 +288,12 @@ class HandoverAttempts(Attempts, kw_only=True):
                 elif len(self._others()) == 0:
                     self._deps.metrics.handover_blocks_kept.inc()
                     self.phase, self._params = _REST, None
-        Attempts.retry_after_failure(self, listener)
+        try:
+            Attempts.retry_after_failure(self, listener)
+        except GatewayError:
+            if self.phase is _DECODE:  # a kept connection broke off, and there is no retry left
+                self._free_blocks()
+            raise
 
     def leave_busy_worker(self, listener: AnswerListener, retry_after_s: int) -> None:
         """See `Attempts`. A full decode worker has not taken the blocks, so the next one gets them."""
@@ -368,21 +397,26 @@ class HandoverAttempts(Attempts, kw_only=True):
         NixlConnector has no other way: the blocks are free once they were read, or when their lease ends.
         """
         params, self._params = self._params, None
-        connector, deps = self._connector, self._deps
-        if not params or not connector.needs_params:
+        if not params or not self._connector.needs_params:
             return
         usable = [each for each in (also, *self._others()) if each is not None and each.worker.is_routable]
-        if not usable:
+        self._let_take(params, [each.worker for each in usable])
+
+    def _let_take(self, params: bytes, workers: Sequence[Worker]) -> None:
+        """Let the first of `workers` take the blocks; if it fails, the next one. Counts blocks that stay."""
+        deps, plan, connector = self._deps, self._plan, self._connector
+        if not workers:
             deps.metrics.handover_blocks_kept.inc()
             return
-        plan, worker = self._plan, usable[0].worker
+        worker, *others = workers
         body = release_leg(connector, plan.body_for(worker.id), self._request, params)
         transport = deps.transports.of(worker)
         head = transport.heads.encode(
             plan.method, plan.target, self._fields, self._record.request_id, len(body)
         )
-        response = transport.submit(head, body, _Discard())
-        asyncio.get_running_loop().call_later(_RELEASE_S, response.abort)
+        listener = _Release(partial(self._let_take, params, others))
+        response = transport.submit(head, body, listener)
+        asyncio.get_running_loop().call_later(_RELEASE_S, listener.stop, response)
 
 
 class WithoutParams(Forwarding):

@@ -262,6 +262,14 @@ class ServerOptions(Options):
         "Folder for the admin key that the gateway creates if none is set, one file for each port. Unset: "
         "`$XDG_STATE_HOME/kvroute`, by default `~/.local/state/kvroute`.",
     )
+    trust_clients: Annotated[bool, Switch] = option(
+        False,
+        "Let clients tell engines where to read KV and where to compute: `kv_transfer_params`, "
+        "`ec_transfer_params` and `vllm_xargs` are passed on, in a fleet without roles, and "
+        "`X-data-parallel-rank` also of clients with named keys.",
+        higher="on: for benchmarks and routers in front of this one",
+        lower="off: no client makes an engine connect to a host, or reads KV of others by block numbers",
+    )
     allow_strategy_header: Annotated[bool, Switch] = option(
         False,
         "Let a request choose its strategy with the header `x-kvroute-strategy`.",

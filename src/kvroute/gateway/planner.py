@@ -16,9 +16,9 @@ from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, PromptKeys
-from kvroute.errors import InvalidRequest, NoRoutableWorker
+from kvroute.errors import InvalidRequest, NoRoutableWorker, TenantNotIsolated
 from kvroute.fleet.fleet import Fleet
-from kvroute.fleet.worker import FleetView, Worker, WorkerId
+from kvroute.fleet.worker import FleetView, Worker, WorkerId, release_shown
 from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.preparation import Adapter, KeySpaces, Prepared
 from kvroute.gateway.session_keys import SessionId, SessionKeys
@@ -26,8 +26,8 @@ from kvroute.lru import Lru
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.kv_transfer import can_hand_over, check_params
 from kvroute.openai.prompt import AnyPrompt, Prompt
-from kvroute.openai.request import InferenceRequest, cache_salt_of, prompts_of
-from kvroute.openai.rewriting import check_uses_no_key_space, with_model
+from kvroute.openai.request import InferenceRequest, cache_salt_of, may_direct_engine, prompts_of
+from kvroute.openai.rewriting import check_uses_no_key_space, salted_since, with_model
 from kvroute.routing.router import Router
 from kvroute.routing.strategy import (
     Candidate,
@@ -108,7 +108,8 @@ ContentRule: TypeAlias = Callable[[], str]
 class Planner:
     """Plans requests from the state of fleet, router and estimator, without changing that state.
 
-    `content_rules` are checked before a body is forwarded unread. Mutable: caches facts by model until the
+    `content_rules` are checked before a body is forwarded unread. With `trusts_clients` clients may tell
+    engines where to read KV, unless the fleet has roles. Mutable: caches facts by model until the
     fleet changes.
     """
 
@@ -122,9 +123,11 @@ class Planner:
         allow_strategy_header: bool,
         content_rules: Sequence[ContentRule] = (),
         isolation: KeySpaces,
+        trusts_clients: bool = False,
     ) -> None:
         self._fleet = fleet
         self._isolation = isolation
+        self._trusts_clients = trusts_clients
         self._router = router
         self._estimator = estimator
         self._session_keys = session_keys
@@ -179,7 +182,7 @@ class Planner:
         kept.
 
         Raises ModelNotFound, InvalidRequest (the request names no model and there are several, or it names an
-        unknown strategy), OverLimit and NoRoutableWorker.
+        unknown strategy), OverLimit, TenantNotIsolated and NoRoutableWorker.
         """
         requested, body = request.model, request.body
         facts = self._models.get(requested) if self._version == self._fleet.version else None
@@ -192,9 +195,13 @@ class Planner:
         if isolates:
             check_uses_no_key_space(request)
             plain = body
+            if request.tenant:
+                view = _honouring_salts(request, view)
             body, other_bodies = self._isolation.bodies(request, body, adapter)
             is_isolated = body is not plain
-        if has_roles:
+        if (request.kv_transfer_params is not None or request.engine_members is not None) and (
+            has_roles or not self._trusts_clients
+        ):
             check_params(request)
         if not view.workers:
             causes = self._fleet.causes(model)
@@ -261,6 +268,11 @@ class Planner:
         if endpoint.stores_response:
             return "it may continue a stored response"
         return next((why for rule in self._content_rules if (why := rule())), "")
+
+    def why_not_unread(self, body: bytes) -> str:
+        """Why this body must not be forwarded unread, which otherwise nothing depends on; "" if it may be."""
+        is_risk = not self._trusts_clients and may_direct_engine(body)
+        return "it may name the host from which a worker takes KV" if is_risk else ""
 
     @property
     def goes_by_model(self) -> bool:
@@ -396,6 +408,28 @@ _RANK = re.compile(rb"(?:\A|\n)x-data-parallel-rank:([^\r\n]*)", re.IGNORECASE).
 def has_rank(fields: bytes) -> bool:
     """Whether one of these header lines is `X-data-parallel-rank`."""
     return _RANK(fields) is not None
+
+
+def _honouring_salts(request: InferenceRequest, view: FleetView) -> FleetView:
+    """The workers whose release honours `cache_salt` in this request.
+
+    Workers whose release was not read count (`server.isolation_checks_release`). Raises TenantNotIsolated if
+    there is none.
+    """
+    since = salted_since(request)
+    if since is None or not view.workers:
+        return view
+    workers = tuple(each for each in view.workers if each.release is None or each.release >= since)
+    if len(workers) == len(view.workers):
+        return view
+    if not workers:
+        have = ", ".join(sorted({release_shown(each.release) for each in view.workers if each.release}))
+        raise TenantNotIsolated(
+            f"vLLM honours `cache_salt` in {request.endpoint.path} from {release_shown(since)} "
+            f"on, and the workers of {view.model!r} have {have}: the request would share KV with other "
+            "clients' (server.isolation: per-key)."
+        )
+    return FleetView(view.model, workers, view.version)
 
 
 def _rank_of(endpoint: Endpoint, fields: bytes) -> tuple[bool, int | None]:

@@ -29,6 +29,10 @@ CACHE_FIELDS = ("prompt_logprobs", "echo", "logprobs", "top_logprobs", "use_beam
 """Fields that decide whether the engine reads its prefix cache (`openai.cache_reads`), in this order."""
 
 
+ENGINE_MEMBERS = ("vllm_xargs", "ec_transfer_params", "request_id")
+"""Members that can tell an engine where to read KV, besides `kv_transfer_params` (`openai.kv_transfer`)."""
+
+
 class Message(Struct, gc=False):
     """The fields that templates render of a message, or of an item of the Responses API."""
 
@@ -52,7 +56,7 @@ class Body(Struct, gc=False):
     """The fields of a body that the gateway reads, in one pass.
 
     After the first five come `SESSION_MEMBERS`, then the fields that templates render before the messages, in
-    their order, and then those of `openai.cache_reads`.
+    their order, those of `openai.cache_reads`, and `ENGINE_MEMBERS`.
     """
 
     model: str | None = None
@@ -77,6 +81,9 @@ class Body(Struct, gc=False):
     top_logprobs: Raw | UnsetType = UNSET
     use_beam_search: Raw | UnsetType = UNSET
     task: Raw | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    request_id: Raw | UnsetType = UNSET
 
 
 decode_body = msgspec.json.Decoder(Body).decode
@@ -107,6 +114,7 @@ _READ_FIELDS: Final = (
     *("model", "stream", "messages", "cache_salt", "prompt", "input", "query", "text_1", "queries", "text_2"),
     *("suffix", "previous_response_id", "kv_transfer_params", *BEFORE_MESSAGES),
     *("prompt_embeds", "truncate_prompt_tokens", "truncation_side", *CACHE_FIELDS),
+    *ENGINE_MEMBERS,
 )
 """Fields of a large body that the gateway reads."""
 _BYTE_ORDERS: Final = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")

@@ -45,6 +45,7 @@ class Endpoint:
     `takes_rank`: the engine computes a request on the data-parallel rank of its header
     `X-data-parallel-rank`. For the other endpoints vLLM 0.32 does not read the header: its own balancer
     chooses the rank.
+    `is_sagemaker`: SageMaker's headers name the model and the session (`gateway.sagemaker`).
     """
 
     path: str
@@ -59,12 +60,19 @@ class Endpoint:
     """The body is that of Anthropic's Messages API."""
     preamble: frozenset[str] = frozenset()
     takes_rank: bool = False
+    is_sagemaker: bool = False
+    salted_since: tuple[int, int, int] | None = None
+    """The first release of vLLM that is known to honour `cache_salt` here; None: every supported one."""
 
     @property
     def is_pooling(self) -> bool:
         """Whether the engine computes prompts for this endpoint, but generates nothing."""
         return self.fills_kv_cache and not self.limits
 
+
+SALTED_LATE = (0, 32, 0)
+"""`/v1/messages` has `cache_salt` since vllm-project/vllm #49498 (2026-07). Long embeddings, which vLLM
+computes in chunks, lost the salt (#47696, #55886). The source of 0.32.0 was read: both are right there."""
 
 _SALT, _NOT_NEEDED = Isolation.SALT, Isolation.NOT_NEEDED
 
@@ -81,7 +89,7 @@ _ROWS = (
         limits=("max_tokens",),
         takes_rank=True,
     ),
-    Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT),
+    Endpoint("/v1/embeddings", "Embeddings", isolation=_SALT, salted_since=SALTED_LATE),
     Endpoint(
         "/v1/responses",
         "Responses API",
@@ -98,6 +106,7 @@ _ROWS = (
         preamble=frozenset({"message_start", "ping"}),
         is_anthropic=True,
         takes_rank=True,
+        salted_since=SALTED_LATE,
     ),
     Endpoint(
         "/v1/messages/count_tokens",
@@ -109,13 +118,13 @@ _ROWS = (
     ),
     Endpoint("/tokenize", "Token ids of a prompt or chat", fills_kv_cache=False, isolation=_NOT_NEEDED),
     Endpoint("/detokenize", "Text of token ids", fills_kv_cache=False, isolation=_NOT_NEEDED),
-    Endpoint("/v1/rerank", "Rerank documents", isolation=_SALT),
-    Endpoint("/rerank", "Rerank documents", isolation=_SALT),
-    Endpoint("/v2/rerank", "Rerank documents", isolation=_SALT),
-    Endpoint("/score", "Score text pairs", isolation=_SALT),
-    Endpoint("/v1/score", "Score text pairs", isolation=_SALT),
-    Endpoint("/classify", "Classify texts", isolation=_SALT),
-    Endpoint("/pooling", "Pooling model outputs", isolation=_SALT),
+    Endpoint("/v1/rerank", "Rerank documents", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/rerank", "Rerank documents", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/v2/rerank", "Rerank documents", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/score", "Score text pairs", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/v1/score", "Score text pairs", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/classify", "Classify texts", isolation=_SALT, salted_since=SALTED_LATE),
+    Endpoint("/pooling", "Pooling model outputs", isolation=_SALT, salted_since=SALTED_LATE),
     Endpoint(
         "/v1/audio/transcriptions",
         "Transcribe audio",
@@ -135,6 +144,7 @@ _ROWS = (
         "SageMaker invocation: any of the JSON bodies above",
         limits=("max_tokens",),
         takes_rank=True,
+        is_sagemaker=True,
     ),
 )
 

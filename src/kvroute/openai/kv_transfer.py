@@ -26,6 +26,8 @@ from kvroute.openai.request import InferenceRequest
 
 PARAMS: Final = "kv_transfer_params"
 _XARGS: Final = "vllm_xargs"
+_ENCODER_PARAMS: Final = "ec_transfer_params"
+_EMPTY: Final = (b"null", b"{}")
 _ALLOWED_PREFIX: Final = "lmcache."
 _ONE, _NULL, _NO = Raw(b"1"), Raw(b"null"), Raw(b"false")
 _LEG_MEMBERS: Final = {
@@ -62,6 +64,7 @@ _JSON = BodyKind.JSON  # to look up an enum member in its class costs 80 ns each
 PARAMS_KEY: Final = b'"%b"' % PARAMS.encode()
 _opening = re.compile(PARAMS_KEY + rb"[ \t\r\n]*:[ \t\r\n]*[{\[]").search
 """Inside generated text the quotes are escaped, so this matches members only."""
+_address = re.compile(rb"___(?:prefill|decode)_addr_").search
 _has_member = re.compile(rb'\{[ \t\r\n]*"').match
 _COMPACT_MEMBER: Final = b",%b:" % PARAMS_KEY
 _structure = re.compile(rb'\n\n|\\(?:.|\Z)|["{}\[\]]', re.DOTALL).finditer
@@ -119,11 +122,21 @@ def split_params(answer: bytes) -> tuple[bytes, bytes]:
 
 
 def check_params(request: InferenceRequest) -> None:
-    """Raise InvalidRequest if the client's `kv_transfer_params` have other members than LMCache's."""
-    xargs = request.members.get(_XARGS)
-    if xargs is not None and PARAMS in _members_of(xargs):
-        # vLLM (0.32) copies these members to the engine's own arguments, whatever their type.
-        raise InvalidRequest(f"`{_XARGS}.{PARAMS}` is set by this gateway.", param=f"{_XARGS}.{PARAMS}")
+    """Raise InvalidRequest if members of the client's body tell an engine where to read or to send KV.
+
+    `kv_transfer_params` may have LMCache's members only. vLLM (0.32) copies the members of `vllm_xargs` to
+    the engine's own arguments, among which are the parameters of both transfers; `ec_transfer_params` name
+    where the outputs of encoders are; MoRIIO reads hosts from the request's id (`is_address`).
+    """
+    xargs, encoder, request_id = request.engine_members or (UNSET, UNSET, UNSET)
+    if xargs is not UNSET:
+        for name in (PARAMS, _ENCODER_PARAMS):
+            if name in _members_of(xargs):
+                raise _decided_here(f"{_XARGS}.{name}")
+    if encoder is not UNSET and bytes(encoder) not in _EMPTY:
+        raise _decided_here(_ENCODER_PARAMS)
+    if request_id is not UNSET and is_address(_text_of(request_id)):
+        raise _decided_here("request_id")
     raw = request.kv_transfer_params
     if raw is None or bytes(raw) == b"null":
         return
@@ -133,12 +146,28 @@ def check_params(request: InferenceRequest) -> None:
         raise InvalidRequest(f"`{PARAMS}` must be an object.", param=PARAMS) from None
     for name in members:
         if not name.startswith(_ALLOWED_PREFIX):
-            shown = name[:64]
-            raise InvalidRequest(
-                f"`{PARAMS}.{shown}` is set by this gateway, which hands prompts over between workers. "
-                f"Clients may set `{_ALLOWED_PREFIX}*` members only.",
-                param=f"{PARAMS}.{shown}",
+            raise _decided_here(
+                f"{PARAMS}.{name[:64]}", f" Clients may set `{_ALLOWED_PREFIX}*` members only."
             )
+
+
+def is_address(request_id: bytes) -> bool:
+    """Whether an engine could read hosts from this id of a request (vLLM 0.32, moriio/moriio_common.py)."""
+    return b"_addr_" in request_id and _address(request_id) is not None
+
+
+def _decided_here(param: str, more: str = "") -> InvalidRequest:
+    return InvalidRequest(
+        f"`{param}` is set by this gateway: it can name a host that an engine reads KV from.{more}",
+        param=param,
+    )
+
+
+def _text_of(raw: Raw) -> bytes:
+    try:
+        return msgspec.json.decode(raw, type=str).encode()
+    except UNREADABLE:
+        return bytes(raw)
 
 
 def _members_of(raw: Raw) -> Mapping[str, Raw]:

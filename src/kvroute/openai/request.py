@@ -7,6 +7,7 @@ it (`rewriting.py`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, cast
@@ -20,6 +21,7 @@ from kvroute.errors import InvalidRequest, ModelNotFound, OverLimit
 from kvroute.openai.bounded import (
     BEFORE_MESSAGES,
     CACHE_FIELDS,
+    ENGINE_MEMBERS,
     SESSION_MEMBERS,
     UNREADABLE,
     Body,
@@ -116,6 +118,7 @@ _MAX_SALT_BYTES = 4_096
 _NO_HEAD = (UNSET,) * 6
 _NO_SESSION = (UNSET,) * 5
 _NO_CACHE_FIELDS = (UNSET,) * 6
+_NO_ENGINE_MEMBERS = (UNSET,) * 3
 _SESSION_PLACES = {name: place for place, name in enumerate(SESSION_MEMBERS)}
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
@@ -127,7 +130,8 @@ _NO_FORM: Mapping[str, str] = MappingProxyType({})
 class InferenceRequest(Struct, eq=False, gc=False):
     """One request to an inference endpoint.
 
-    Mutable: `messages` and `fields` are decoded on first use; `DataPlane.admit_key` sets `tenant`.
+    Mutable: `messages` and `fields` are decoded on first use; `DataPlane.admit_key` sets `tenant`, and
+    `gateway.sagemaker` the model.
     """
 
     endpoint: Endpoint
@@ -146,6 +150,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """The values of `SESSION_MEMBERS`, empty if the body has none of them; None: look into `fields`."""
     cache_salt: Raw | None = None
     kv_transfer_params: Raw | None = None
+    engine_members: Sequence[Raw | UnsetType] | None = None
+    """The values of `ENGINE_MEMBERS`; None if the body has none of them."""
     form: Mapping[str, str] = _NO_FORM
     model_place: slice | None = None
     """Where a form's `model` is in the body."""
@@ -163,6 +169,8 @@ class InferenceRequest(Struct, eq=False, gc=False):
     """The body without most of its messages, if its prefix is known. Its other members are complete."""
     reads_cache: bool = True
     """Whether an engine that caches prefixes reads its cache for this request (`openai.cache_reads`)."""
+    also_named: str | None = None
+    """A model that the client named besides `model`, and that is not computed; its key must permit both."""
     _fields: Mapping[str, Raw] | None = None
     _members: Mapping[str, Raw] | None = None
 
@@ -198,6 +206,10 @@ class InferenceRequest(Struct, eq=False, gc=False):
             members = _decode_fields(self.outline) if self.outline else self.fields or {}
             self._members = members
         return members
+
+    def forget_members(self) -> None:
+        """To be called when `body` has got another `model`."""
+        self._fields = self._members = None
 
     @property
     def may_have_session(self) -> bool:
@@ -279,7 +291,7 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool 
     """
     values = astuple(decoded)
     model, stream, messages, salt, params = values[:5]
-    session, head, cache_fields = values[5:10], values[10:16], values[16:]
+    session, head, cache_fields, engine = values[5:10], values[10:16], values[16:22], values[22:]
     does_read = cache_fields == _NO_CACHE_FIELDS or reads_cache(
         endpoint.path, cache_fields, is_chat=is_chat or messages is not UNSET
     )
@@ -294,6 +306,7 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool 
         () if session == _NO_SESSION else session,
         None if salt is UNSET else salt,
         None if params is UNSET else params,
+        None if engine == _NO_ENGINE_MEMBERS else engine,
         reads_cache=does_read,
     )
 
@@ -310,6 +323,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
     """The request of a body with these top-level fields; its `messages` are not decoded."""
     stream = fields.get("stream")
     values = [fields.get(name, UNSET) for name in CACHE_FIELDS]
+    engine = tuple(fields.get(name, UNSET) for name in ENGINE_MEMBERS)
     return InferenceRequest(
         endpoint,
         body,
@@ -320,6 +334,7 @@ def loose_request(endpoint: Endpoint, body: bytes, fields: Mapping[str, Raw]) ->
         head=[fields.get(name, UNSET) for name in BEFORE_MESSAGES],
         cache_salt=fields.get("cache_salt"),
         kv_transfer_params=fields.get("kv_transfer_params"),
+        engine_members=None if engine == _NO_ENGINE_MEMBERS else engine,
         reads_cache=reads_cache(endpoint.path, values, is_chat="messages" in fields),
     )
 
@@ -362,6 +377,10 @@ def _model(raw: Raw | UnsetType) -> str | None:
 
 class _Named(Struct, gc=False):
     model: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    request_id: Raw | UnsetType = UNSET
 
 
 _decode_named = msgspec.json.Decoder(_Named).decode
@@ -375,6 +394,23 @@ def model_alone(endpoint: Endpoint, body: bytes) -> str | None:
     if endpoint.body is _MULTIPART:
         raise msgspec.DecodeError("a form")
     return _model(_decode_named(body).model)
+
+
+_engine_names = re.compile(rb"_transfer_params|vllm_xargs|request_id|\\u").search
+
+
+def may_direct_engine(body: bytes) -> bool:
+    """Whether an unread body may have a member that can tell an engine where to read KV.
+
+    One search, about 1 ms for each MB, and as much again if it finds something.
+    """
+    if _engine_names(body) is None:
+        return False
+    try:
+        _, *found = astuple(_decode_named(body))
+    except UNREADABLE:
+        return True
+    return any(each is not UNSET for each in found)
 
 
 def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
@@ -391,6 +427,7 @@ def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     model = value.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest("`model` must be a string.", param="model")
+    engine = tuple(_raw(value, name) or UNSET for name in ENGINE_MEMBERS)
     return InferenceRequest(
         endpoint,
         body,
@@ -398,6 +435,7 @@ def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:
         value.get("stream") is True,
         cache_salt=_raw(value, "cache_salt"),
         kv_transfer_params=_raw(value, "kv_transfer_params"),
+        engine_members=None if engine == _NO_ENGINE_MEMBERS else engine,
     )
 
 

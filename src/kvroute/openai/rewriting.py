@@ -28,7 +28,7 @@ from msgspec import Raw
 
 from kvroute.errors import AdapterNotIsolated, InvalidRequest, NotFound, TenantNotIsolated
 from kvroute.openai.bounded import UNREADABLE
-from kvroute.openai.endpoints import BodyKind, Isolation
+from kvroute.openai.endpoints import SALTED_LATE, BodyKind, Isolation
 from kvroute.openai.request import InferenceRequest
 
 _MAX_CANDIDATES = 1_000
@@ -39,6 +39,7 @@ _LARGE_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 _ESCAPED = b"\\u"
 _COLON = re.compile(rb"\s*:\s*")
+_is_empty = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*\}[ \t\r\n]*").fullmatch
 
 
 class TopLevelMember:
@@ -92,7 +93,7 @@ def with_members(
 ) -> bytes:
     """`body` with each of `members` (to JSON text) set; all other bytes stay.
 
-    `body` is a JSON object and not empty; `there` has the present values of `members`, None for an absent
+    `body` is a JSON object; `there` has the present values of `members`, None for an absent
     one. A present member gets its value replaced. An absent one, or one without a known place, is
     appended: of members with one name the last one counts, for Python's json (and so for vLLM) and msgspec.
     """
@@ -107,8 +108,8 @@ def with_members(
     if not added:
         return body
     end = len(body.rstrip(_BLANK)) - 1
-    view = memoryview(body)
-    return b"".join([view[:end], b",", b",".join(added), view[end:]])
+    view, comma = memoryview(body), b"" if _is_empty(body) else b","
+    return b"".join([view[:end], comma, b",".join(added), view[end:]])
 
 
 _MODEL = TopLevelMember("model")
@@ -218,6 +219,14 @@ def check_response_owner(tenant: str, response_id: str, param: str) -> None:
 
 def _response_prefix(tenant: str) -> str:
     return "resp_" + blake2b(tenant.encode(), digest_size=8).hexdigest()
+
+
+def salted_since(request: InferenceRequest) -> tuple[int, int, int] | None:
+    """The first release of vLLM that honours `cache_salt` in this request; None: every supported one."""
+    endpoint = request.endpoint
+    if endpoint.is_sagemaker and not {"messages", "prompt"} & (request.fields or {}).keys():
+        return SALTED_LATE  # a pooling request
+    return endpoint.salted_since
 
 
 def check_can_be_isolated(request: InferenceRequest, *, needs_tag: bool = False) -> None:

@@ -33,6 +33,7 @@ from kvroute.sim.other_apis import (
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
 from kvroute.sim.rendering import render_chat, render_message, render_response, render_texts
+from kvroute.sim.sagemaker import answer_session, name_adapter
 from kvroute.sim.worker import ReceivedRequest, SimWorker, read_blocks
 
 _json = msgspec.json.Encoder().encode
@@ -148,7 +149,9 @@ def _form(call: Call) -> dict[str, bytes]:
 
 async def invocations(call: Call, worker: SimWorker) -> None:
     """POST /invocations: call the first endpoint that the body fits, in vLLM's order."""
-    body = call.json()
+    if await answer_session(call, worker.sessions):
+        return
+    body = name_adapter(call)
     for field, handler in (
         ("messages", chat_completions),
         ("prompt", completions),

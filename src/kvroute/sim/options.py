@@ -133,6 +133,9 @@ class SimOptions(Options):
     )
     byte_hashes: bool = option(False, "Write block hashes as 32 bytes instead of 64-bit numbers.")
     version: str = option("0.32.0", "The vLLM release that /version reports.")
+    stateful_sessions: bool = option(
+        False, "Open and close SageMaker's sessions (vLLM: SAGEMAKER_ENABLE_STATEFUL_SESSIONS)."
+    )
     api_key: str = option("", "Key that requests under /v1 must have (vLLM: --api-key); empty: none.")
     prefix_caching: bool = option(True, "Reuse cached blocks (vLLM: --enable-prefix-caching).")
     data_parallel_size: int = option(

@@ -31,6 +31,7 @@ from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded
 from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import Choice, Sampling, with_placeholders
 from kvroute.sim.publisher import EventPublisher, Faults
+from kvroute.sim.sagemaker import Sessions
 
 if TYPE_CHECKING:
     from kvroute.sim.engine import EngineRequest, Generation
@@ -204,6 +205,8 @@ class SimWorker:
         self.received: deque[ReceivedRequest] = deque(maxlen=options.recorded_requests)
         self.responses: dict[str, StoredResponse] = {}
         """Stored /v1/responses answers by id; lost at a restart."""
+        self.sessions = Sessions(clock, enabled=options.stateful_sessions)
+        """SageMaker's stateful sessions; lost at a restart."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Tasks in the background. `RunningSim.stop` cancels and awaits them."""
         self.start_time = clock.wall()
@@ -281,6 +284,7 @@ class SimWorker:
         self.counters = ServerCounters()
         self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
         self.responses.clear()
+        self.sessions = Sessions(self.clock, enabled=self.options.stateful_sessions)
         self.start_time = max(self.clock.wall(), self.start_time + 0.01)
         for publisher in self.publishers:
             publisher.restart()
