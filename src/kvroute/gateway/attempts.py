@@ -19,6 +19,8 @@ from kvroute.errors import (
     InvalidRequest,
     NoResources,
     PoolExhausted,
+    ProtocolViolation,
+    RedirectedByWorker,
     ResponseTimeout,
     UpstreamError,
     WorkersBusy,
@@ -39,7 +41,15 @@ from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 from kvroute.upstream.transport import Transports
 
-_RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, NoResources, PoolExhausted)
+_RETRYABLE = (
+    ConnectRefused,
+    ConnectTimeout,
+    ConnectionLost,
+    NoResources,
+    PoolExhausted,
+    ProtocolViolation,
+    RedirectedByWorker,
+)
 """After NoResources another worker may have an open connection that is idle."""
 _OWN_LIMITS = (NoResources, PoolExhausted)
 
