@@ -137,6 +137,10 @@ class ProtocolViolation(UpstreamError):
     cause = "protocol"
 
 
+class RedirectedByWorker(UpstreamError):
+    cause = "redirect"
+
+
 class GatewayError(KvrouteError):
     """The gateway answers with this error as OpenAI does: `{"error": {message, type, param, code}}`."""
 

@@ -203,3 +203,19 @@ async def test_faults_affect_one_worker_only() -> None:
 
         assert (await http.post(f"{one.url}/v1/completions", json=ASK)).status_code == 503
         assert (await http.post(f"{two.url}/v1/completions", json=ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+async def test_a_kill_fault_ends_the_worker_on_a_body_with_the_marker(
+    sim: RunningSim, http: httpx.AsyncClient, delay_s: float
+) -> None:
+    await switch_on(http, {"kind": "kill", "marker": "poison", "delay_s": delay_s, "count": None})
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+
+    with pytest.raises(httpx.TransportError):
+        await http.post("/v1/completions", json={**ASK, "prompt": "poison"})
+    with pytest.raises(httpx.ConnectError):
+        await http.get("/health")
+
+    await sim.start()
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200

@@ -20,6 +20,8 @@ from kvroute.errors import (
     InvalidRequest,
     NoResources,
     PoolExhausted,
+    ProtocolViolation,
+    RedirectedByWorker,
     ResponseTimeout,
     UpstreamError,
     WorkersBusy,
@@ -40,7 +42,15 @@ from kvroute.upstream.options import RetryOptions
 from kvroute.upstream.response import AnswerListener, UpstreamResponse
 from kvroute.upstream.transport import Transports
 
-_RETRYABLE = (ConnectRefused, ConnectTimeout, ConnectionLost, NoResources, PoolExhausted)
+_RETRYABLE = (
+    ConnectRefused,
+    ConnectTimeout,
+    ConnectionLost,
+    NoResources,
+    PoolExhausted,
+    ProtocolViolation,
+    RedirectedByWorker,
+)
 """After NoResources another worker may have an open connection that is idle."""
 _OWN_LIMITS = (NoResources, PoolExhausted)
 

@@ -20,6 +20,7 @@ from msgspec import Struct
 from kvroute.clock import Clock
 from kvroute.errors import (
     GatewayError,
+    RedirectedByWorker,
     ShuttingDown,
     UpstreamError,
     WorkerUnreachable,
@@ -155,7 +156,8 @@ class PredictionAudit:
 
 
 _SHORT_S = 0.05
-_MAYBE_BUSY = back_pressure.STATUSES
+_LAST_GOOD = 299
+_NOT_MODIFIED = 304
 _COMMENT = b":"
 """The first byte of a comment in an event stream."""
 _WITHOUT_BODY = (204, 304)
@@ -438,7 +440,7 @@ class Exchange(Struct, eq=False):
             parts = response.parts
             if self._is_started:
                 self._relay(response)
-            elif response.status in _MAYBE_BUSY and self._leaves_busy_worker(response):
+            elif response.status > _LAST_GOOD and self._leaves_worker(response):
                 pass
             # The head waits for the first token: until then another worker can still answer.
             elif parts and not (
@@ -459,12 +461,22 @@ class Exchange(Struct, eq=False):
             log.exception("an exchange failed")
             self._fail(InternalError("Internal error."))
 
-    def _leaves_busy_worker(self, response: UpstreamResponse) -> bool:
-        """Whether the worker is full, and the request goes to another one; or that is not known yet."""
+    def _leaves_worker(self, response: UpstreamResponse) -> bool:
+        """Whether the request goes to another worker because of the answer's status, or may yet do so."""
+        status = response.status
         if response.error is not None:
             return False
+        if status < 400 and status != _NOT_MODIFIED:
+            # Its Location is behind the gateway, and no engine redirects: the worker's URL is wrong.
+            response.abort()
+            response.error = RedirectedByWorker(f"answered with the status {status}")
+            self._preamble = None
+            self._attempts.retry_after_failure(self)
+            return True
+        if status not in back_pressure.STATUSES:
+            return False
         retry_after_s = back_pressure.retry_after_of(
-            response.status, response.headers, b"".join(response.parts), is_over=response.is_over
+            status, response.headers, b"".join(response.parts), is_over=response.is_over
         )
         if retry_after_s is None:
             return False

@@ -39,9 +39,11 @@ ANSWERED_HERE = frozenset(
         b"x-kvroute-reason",
         b"x-kvroute-hit-tokens",
         b"x-kvroute-hit-tiers",
+        b"location",
+        b"content-location",
     }
 )
-"""Answer headers that the gateway writes itself."""
+"""Answer headers that the gateway writes itself, and those that name addresses behind it, which it drops."""
 
 
 def relayed_fields(

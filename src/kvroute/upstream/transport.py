@@ -19,6 +19,7 @@ from kvroute.errors import (
     NoResources,
     PoolExhausted,
     ProtocolViolation,
+    RedirectedByWorker,
     ResponseTimeout,
     UpstreamError,
 )
@@ -41,6 +42,7 @@ _HTTPX_ERRORS: dict[type[UpstreamError], type[httpx.TransportError]] = {
     ConnectionLost: httpx.ReadError,
     ResponseTimeout: httpx.ReadTimeout,
     ProtocolViolation: httpx.RemoteProtocolError,
+    RedirectedByWorker: httpx.RemoteProtocolError,
 }
 
 
