@@ -85,9 +85,9 @@ async def test_configured_statuses_are_retried_on_another_worker_and_others_are_
     one, two = two_sims
     async with run_gateway([one.url, two.url], retries={"statuses": [501]}) as gateway:
         for sim in two_sims:
-            sim.worker.faults.add(Fault(kind="status", status=501))
+            sim.worker.faults.add(Fault(kind="status", status=501, path="/v1/chat"))
         assert (await asked(gateway)).status_code == 501
-        one.worker.faults.add(Fault(kind="status", status=501))
+        one.worker.faults.add(Fault(kind="status", status=501, path="/v1/chat"))
         assert [(await asked(gateway)).status_code for _ in range(2)] == [200, 200]
 
         for sim in two_sims:
