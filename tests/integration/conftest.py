@@ -52,8 +52,8 @@ class Gateway:
     async def until_healthy(self, count: int) -> None:
         """Wait for so many workers, and for the models of those that were only too slow to report them.
 
-        A worker is healthy before its models are known, if `/v1/models` was not answered within a probe's time;
-        on a busy machine that happens, and until the next probe its requests get 503.
+        A worker is healthy before its models are known, if `/v1/models` was not answered within a probe's
+        time; on a busy machine that happens, and until the next probe its requests get 503.
         """
         await self.until(
             lambda: (
