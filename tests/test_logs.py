@@ -204,3 +204,16 @@ def test_a_line_that_cannot_be_made_is_a_defect_that_is_shown(
 
     assert "TypeError" in capsys.readouterr().err
     assert failed_lines() == 0
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_names_from_outside_make_no_line_and_no_command_of_a_terminal(style):
+    stream = io.StringIO()
+    configure(LoggingOptions(format=style), stream)
+    logging.getLogger("kvroute.test").warning("model %s", "a\nb\x1b[2J\x9b\u2028\u202ec", extra={"x": "1\n2"})
+
+    line = stream.getvalue()
+
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert line[:-1].isprintable()

@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import select
 import signal
 import stat
@@ -56,6 +57,14 @@ class LoggingOptions(Options):
     )
 
 
+_CONTROLS = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
+_OTHER_CONTROLS = re.compile(_CONTROLS.pattern.replace("\\x00-\\x1f", "\\x00-\\x08\\x0b-\\x1f"))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
 class JsonFormatter(logging.Formatter):
     """`{"time", "level", "logger", "message", ...extra}`, one line each."""
 
@@ -69,7 +78,7 @@ class JsonFormatter(logging.Formatter):
         fields.update(_extra(record))
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str, ensure_ascii=False)
+        return _CONTROLS.sub(_escaped, json.dumps(fields, default=str, ensure_ascii=False))
 
 
 class TextFormatter(logging.Formatter):
@@ -80,7 +89,13 @@ class TextFormatter(logging.Formatter):
         line = (
             f"{_timestamp(record.created)} {record.levelname:<7} {record.name} {record.getMessage()}{extra}"
         )
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        # Names and errors come from workers, files and clients, too: none of them makes a second line, or
+        # reaches a terminal as a command.
+        if not line.isprintable():
+            line = _CONTROLS.sub(_escaped, line)
+        if record.exc_info:
+            return f"{line}\n{_OTHER_CONTROLS.sub(_escaped, self.formatException(record.exc_info))}"
+        return line
 
 
 _MOST_WAITING_BYTES = 4 << 20

@@ -342,6 +342,11 @@ class Metrics(Collector):
         self.jwks_reads = self._counter(
             "kvroute_jwks_reads", "Reads of tokens' signing keys: loaded, unchanged or failed.", ["outcome"]
         )
+        self.answers_refused = self._counter(
+            "kvroute_answers_refused",
+            "Answers to the gateway's own requests that were too long (size) or compressed (encoding).",
+            ["reason"],
+        )
         self.tokens_checked = self._counter(
             "kvroute_tokens_checked",
             "JSON Web Tokens that were checked because their outcome was not remembered: valid or refused.",
@@ -484,6 +489,10 @@ class Metrics(Collector):
         place = waiting.label_names.index("key")
         busy = {labels[place] for labels, tally in waiting.children.items() if tally.value}
         waiting.remove("key", set(names) - busy)
+
+    def answer_refused(self, reason: str) -> None:
+        """Count an answer to one of the gateway's own requests that was refused: size or encoding."""
+        self.answers_refused.labels(reason).inc()
 
     def call_before_collect(self, count: Callable[[], None]) -> None:
         """Call `count` before each collection, for a caller that counts in batches."""

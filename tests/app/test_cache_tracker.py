@@ -122,7 +122,7 @@ async def test_a_registered_lmcache_server_does_not_receive_the_workers_key() ->
 
     assert asked[0].startswith(b"GET /status ")
     assert b"a-secret" not in asked[0]
-    async with worker_client(Config.model_validate(sections)) as workers:
+    async with worker_client(Config.model_validate(sections), lambda _: None) as workers:
         assert workers.headers["authorization"] == "Bearer a-secret"
 
 

@@ -115,3 +115,22 @@ async def test_a_trailer_never_becomes_a_header(gateway, worker):
     (asked,) = worker.requests
     assert b"x-secret" not in asked
     assert b"Bearer t" not in asked
+
+
+async def test_an_absolute_target_without_a_path_is_the_root(serve, sim):
+    gateway = await serve("--worker", await sim("--time-scale", "0"))
+    heads = [
+        b"GET %b HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n" % target
+        for target in (b"/", b"http://h", b"http://h:80", b"http://h?x=1")
+    ]
+    answers = [await answers_to(gateway.address, head) for head in heads]
+    assert len({answer.split(b"\r\n", 1)[0] for answer in answers}) == 1
+    assert not answers[0].startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("line", [b"GET  /health HTTP/1.1", b"GET /health  HTTP/1.1"])
+async def test_two_spaces_in_a_request_line_are_refused(serve, sim, line):
+    gateway = await serve("--worker", await sim("--time-scale", "0"))
+    head = line + b"\r\nHost: h\r\nConnection: close\r\n\r\n"
+    for segments in ([head], [head[:2], head[2:4], head[4:]], [b"\r\n" + head[:9], head[9:]]):
+        assert (await answers_to(gateway.address, *segments)).startswith(b"HTTP/1.1 400")

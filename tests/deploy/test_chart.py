@@ -244,6 +244,24 @@ def test_two_gateways_share_through_the_charts_redis_with_random_keys():
     assert mounted == {"admin-key", "sharing-key", "redis-password"}
 
 
+def test_the_password_of_redis_is_on_no_command_line():
+    [container] = pod_of(rendered(SETTINGS["two gateways that share"]), "gw-kvroute-sharing")["containers"]
+    words = " ".join([*container["command"], *container.get("args", ())])
+    assert "$(REDIS_PASSWORD)" not in words
+    assert "--requirepass" not in words
+    assert "requirepass $REDIS_PASSWORD\n" in words
+
+
+def test_only_pods_of_the_namespace_reach_ports_without_keys():
+    values = PODS | {"service": {"extraPorts": [{"name": "coordinator", "port": 9500}]}}
+    open_to = {"networkPolicy": {"extraClients": [{"podSelector": {"matchLabels": {"app": "lmcache"}}}]}}
+    for more, peers in (({}, [{"podSelector": {}}]), (open_to, open_to["networkPolicy"]["extraClients"])):
+        public, extra = rendered(values | more)["NetworkPolicy", "gw-kvroute"]["spec"]["ingress"]
+        assert [port["port"] for port in public["ports"]] == ["http"]
+        assert "from" not in public
+        assert extra == {"ports": [{"protocol": "TCP", "port": "coordinator"}], "from": peers}
+
+
 def test_one_gateway_shares_with_nobody_and_only_inference_is_public():
     found = rendered(SETTINGS["one gateway behind an Ingress"])
     config = gateway_config(found)
@@ -323,7 +341,6 @@ def test_a_picker_finds_the_workers_by_its_inference_pool_and_may_read_it():
         ({}, "FailOpen"),
         ({"apiKeys": {"name": "clients", "key": "keys"}}, "FailClose"),
         ({"clientKeys": {"name": "clients", "key": "keys.yaml"}}, "FailClose"),
-        ({"config": {"server": {"api_keys": ["client-key"]}}}, "FailClose"),
         ({"config": {"server": {"client_keys": {"file": "/etc/keys.yaml"}}}}, "FailClose"),
         ({"config": {"server": {"jwt": {"jwks_url": "https://issuer/keys"}}}}, "FailClose"),
         ({"apiKeys": {"name": "clients", "key": "keys"}, "picker": {"failureMode": "FailOpen"}}, "FailOpen"),
@@ -364,6 +381,12 @@ def test_an_encrypted_picker_is_not_called_plaintext():
         ),
         (PODS | {"config": {"server": {"port": 9000}}}, "config.server.port: the chart sets it"),
         (PODS | {"config": {"server": {"tls": {"cert_file": "/c"}}}}, "config.server.tls: the chart sets it"),
+        (
+            PODS | {"config": {"server": {"api_keys": ["k"]}}},
+            "config.server.api_keys: a ConfigMap is no place",
+        ),
+        (PODS | {"config": {"admin": {"api_key": "k"}}}, "config.admin.api_key: a ConfigMap is no place"),
+        (PODS | {"config": {"sharing": {"key": "k"}}}, "config.sharing.key: a ConfigMap is no place"),
         (PODS | {"config": {"epp": {"http_port": 9091}}}, "config.epp.http_port: the chart sets it"),
     ],
 )

@@ -482,3 +482,14 @@ def test_an_engine_that_contradicts_itself_leaves_nothing_in_the_index(
     assert set(ledger.indexed(Tier.GPU)) <= set(ledger.held(Tier.GPU))
     run_ledger(ledger, [batch(BlockRemoved([name])) for name in range(1, 9) for _ in range(2)])
     assert list(ledger.indexed(Tier.GPU)) == []
+
+
+def test_many_clears_in_one_batch_leave_pauses_and_no_garbage() -> None:
+    ledger = Ledger(PrefixIndex(), 0)
+    ledger.store([store([1, 2])])
+
+    pauses = sum(1 for _ in ledger.apply(batch(*[AllBlocksCleared()] * 2000)))
+
+    assert pauses > 200
+    assert ledger.counts.cleared == 2000
+    assert not ledger.sweep(16)

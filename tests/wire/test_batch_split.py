@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvroute.errors import WireError
-from kvroute.wire.batch_split import LARGE_BYTES, SMALL_BYTES, Piece, split_batch
+from kvroute.wire.batch_split import LARGE_BYTES, MAX_WHOLE_BYTES, SMALL_BYTES, Piece, split_batch
 from kvroute.wire.vllm import (
     DIALECTS,
     AllBlocksCleared,
@@ -320,3 +320,14 @@ def test_too_deep_nesting_is_refused() -> None:
 
     with pytest.raises(WireError):
         list(split_batch(b"\x92\xcb" + bytes(8) + b"\x91" + nested))
+
+
+def test_what_cannot_be_divided_is_refused_when_it_is_long() -> None:
+    ints = [1] * (MAX_WHOLE_BYTES + 1)
+    for batch in (
+        [1.5, [], 0, ints],
+        [1.5, [["BlockTeleported", ints]], 0],
+        [1.5, [["BlockStored", [1], None, [1], 1, None, None, ints]], 0],
+    ):
+        with pytest.raises(WireError):
+            split(msgspec.msgpack.encode(batch))

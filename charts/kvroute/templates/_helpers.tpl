@@ -83,6 +83,10 @@ labels:
 {{- if and $picker (gt (int (dig "server" "processes" 1 .Values.config)) 1) }}{{ fail "config.server.processes: must be 1 with door picker, because an endpoint picker is one process; set replicas" }}{{ end -}}
 {{- if hasKey (.Values.config.server | default dict) "port" }}{{ fail "config.server.port: the chart sets it; set service.port" }}{{ end -}}
 {{- if hasKey (.Values.config.server | default dict) "tls" }}{{ fail "config.server.tls: the chart sets it; set tls" }}{{ end -}}
+{{- /* `config` becomes a ConfigMap, which many may read. */ -}}
+{{- if hasKey (.Values.config.server | default dict) "api_keys" }}{{ fail "config.server.api_keys: a ConfigMap is no place for keys; set apiKeys" }}{{ end -}}
+{{- if hasKey (.Values.config.admin | default dict) "api_key" }}{{ fail "config.admin.api_key: a ConfigMap is no place for a key; set keysSecret" }}{{ end -}}
+{{- if hasKey (.Values.config.sharing | default dict) "key" }}{{ fail "config.sharing.key: a ConfigMap is no place for a key; set keysSecret" }}{{ end -}}
 {{- if hasKey (.Values.config.epp | default dict) "http_port" }}{{ fail "config.epp.http_port: the chart sets it" }}{{ end -}}
 {{- $service := printf "%s.%s" $name .Release.Namespace -}}
 {{- $hosts := concat (list $name $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service)) .Values.ingress.hosts .Values.httpRoute.hostnames -}}

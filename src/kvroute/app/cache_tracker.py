@@ -6,6 +6,7 @@ vLLM's blocks and LMCache's chunks together.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -13,6 +14,7 @@ from typing import Final, Self
 import httpx
 from prometheus_client.core import Metric
 
+from kvroute.answers import BoundedTransport
 from kvroute.app.background_tasks import BackgroundTasks
 from kvroute.app.collectors import map_metrics, stream_metrics
 from kvroute.app.config import Config
@@ -301,7 +303,7 @@ class CacheTracker:
         that clears a whole cache."""
         self._fleet = fleet
         self._clock = clock
-        self._client = worker_client(config)
+        self._client = worker_client(config, metrics.answer_refused)
         self._index, chunks = indexes or (
             PrefixIndex(max_blocks=config.kv_events.max_index_blocks),
             CopyableChunkIndex(max_chunks=config.lmcache.coordinator.max_chunks),
@@ -314,7 +316,7 @@ class CacheTracker:
         )
         # Any program can register as an LMCache server, and the gateway polls its status: it must not get the
         # workers' key.
-        self._keyless = lmcache_client(config.lmcache.coordinator)
+        self._keyless = lmcache_client(config.lmcache.coordinator, metrics.answer_refused)
         self.lmcache = LMCache(
             chunks,
             self._keyless,
@@ -458,23 +460,32 @@ class CacheTracker:
         yield from self.lmcache.metrics()
 
 
-def worker_client(config: Config) -> httpx.AsyncClient:
+def worker_client(config: Config, on_refused: Callable[[str], None]) -> httpx.AsyncClient:
     """A client for tokenizer and event-source calls, with the workers' key and the gateway's connection
-    pool."""
+    pool. `on_refused` gets the reason of each answer that is too long or encoded."""
     key = config.fleet.worker_api_key
     return httpx.AsyncClient(
-        transport=AnyWorkerTransport(config.upstream),
+        transport=BoundedTransport(AnyWorkerTransport(config.upstream), on_refused=on_refused),
         headers={"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
     )
 
 
-def lmcache_client(options: CoordinatorOptions) -> httpx.AsyncClient:
-    """A client for LMCache's servers, without keys and proxies. Raises TlsFileError."""
+def lmcache_client(options: CoordinatorOptions, on_refused: Callable[[str], None]) -> httpx.AsyncClient:
+    """A client for LMCache's servers, without keys and proxies, for answers of at most 4 MiB.
+
+    Raises TlsFileError.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-    if not options.server_tls.is_set:
-        return httpx.AsyncClient(trust_env=False, limits=limits)
-    context = client_context(options.server_tls, "lmcache.coordinator.server_tls", httpx.create_ssl_context)
-    return httpx.AsyncClient(trust_env=False, limits=limits, verify=context)
+    verify: ssl.SSLContext | bool = True
+    if options.server_tls.is_set:
+        place = "lmcache.coordinator.server_tls"
+        verify = client_context(options.server_tls, place, httpx.create_ssl_context)
+    inner = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
+    bounded = BoundedTransport(inner, max_bytes=_MAX_STATUS_BYTES, on_refused=on_refused)
+    return httpx.AsyncClient(trust_env=False, transport=bounded)
+
+
+_MAX_STATUS_BYTES: Final = 4 << 20
 
 
 _POLL_INTERVAL_S: Final = 0.02

@@ -168,7 +168,7 @@ class CacheTrackerMirror:
         self._fleet = fleet
         self._clock = clock
         self._send = send
-        self._client = worker_client(config)
+        self._client = worker_client(config, metrics.answer_refused)
         self._background = BackgroundTasks(clock)
         self.caches = MirroredCaches(
             lambda: Mirror(

@@ -23,6 +23,7 @@ import yaml
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
+from kvroute import yaml_text
 from kvroute.errors import ConfigError
 from kvroute.options import Options
 
@@ -211,12 +212,9 @@ def from_file(root: type[Options], file: pathlib.Path) -> Settings:
 
 def _from_yaml(root: type[Options], text: str, file: pathlib.Path) -> Settings:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        node, data = yaml_text.compose(text)
     except yaml.YAMLError as exc:
         return Settings(problems=(ConfigError("", f"{file} is not YAML: {_one_line(exc)}"),))
-    except ValueError as exc:  # a date or a number that Python does not have
-        return Settings(problems=(ConfigError("", f"{file} is not YAML: {exc}"),))
     if node is None or data is None:
         return Settings()
     if not isinstance(node, yaml.MappingNode):
@@ -408,8 +406,8 @@ def parse(text: str, shape: Shape) -> object:
 
 def _yaml(text: str, kind: type, what: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        value = yaml_text.load(text)
+    except (yaml.YAMLError, RecursionError):
         value = None if kind is not object else text
     if not isinstance(value, kind):
         raise ValueError(f"expected {what}")

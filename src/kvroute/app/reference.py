@@ -174,6 +174,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "key_overshoot": "How far was a limit exceeded by requests to several processes at once?",
             "key_reloads": "Was a change of the file of keys loaded?",
             "jwks_reads": "Can the signing keys of tokens be read?",
+            "answers_refused": "Which answers to the gateway's own requests were too long or compressed?",
             "tokens_checked": "How many tokens are checked, and how many are refused?",
             "queue_waiting": "How many requests wait for a free worker?",
             "queue_wait_seconds": "How long do they wait?",

@@ -131,7 +131,7 @@ class Runtime:
             tenants=config.server.isolation == "per-key",
             needs_tag=config.lmcache.controller.enabled,
         )
-        self._client = probe_client(AnyWorkerTransport(config.upstream))
+        self._client = probe_client(AnyWorkerTransport(config.upstream), self.metrics.answer_refused)
         worker_key = config.fleet.worker_api_key
         tokens = config.tokens
         self._token_wait_limits = TokenWaitLimits(

@@ -23,6 +23,7 @@ import httpx
 from pydantic import SecretStr
 
 from kvroute import __version__
+from kvroute.answers import BoundedTransport
 from kvroute.app.config import Config, Loaded, load, masked
 from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.tokenizing import model_folder
@@ -238,7 +239,11 @@ def admin_key(config: Config, gateway: str) -> str | None:
 
 def _client(config: Config) -> httpx.AsyncClient:
     options = config.upstream
-    return httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=_verification(options))
+    return httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, transport=_transport(options))
+
+
+def _transport(options: UpstreamOptions) -> BoundedTransport:
+    return BoundedTransport(httpx.AsyncHTTPTransport(verify=_verification(options), trust_env=False))
 
 
 def _verification(options: UpstreamOptions) -> ssl.SSLContext | bool:
@@ -339,7 +344,7 @@ async def _gather(examined: _Examined, *, probes: bool) -> Observations:
         key = examined.deployment.worker_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
-            trust_env=False, timeout=TIMEOUT_S, headers=headers, verify=_verification(config.upstream)
+            trust_env=False, timeout=TIMEOUT_S, headers=headers, transport=_transport(config.upstream)
         ) as own:
             gatherer = Gatherer(
                 examined.deployment, client, compare=_comparison(config, own, threads), probes=probes

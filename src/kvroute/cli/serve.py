@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 import yaml
 
-from kvroute import __version__
+from kvroute import __version__, yaml_text
 from kvroute.app.config import Config, FlagFile, Loaded, load
 from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting, Path, split
 from kvroute.cli.vllm_router import (
@@ -335,7 +335,7 @@ def _why_not_writable(state_dir: str | None) -> str:
 
 def _read(name: str, file: pathlib.Path) -> tuple[dict[str, str], tuple[str, ...]]:
     try:
-        return dynamic_flags(yaml.safe_load(file.read_text(encoding="utf-8")) or {})  # JSON is YAML
+        return dynamic_flags(yaml_text.load(file.read_text(encoding="utf-8")) or {})  # JSON is YAML
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--{name}", f"cannot read {file}: {reason}") from exc

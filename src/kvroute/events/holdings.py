@@ -294,8 +294,9 @@ class HeldBlocks:
         """The tier is empty. Takes constant time; `sweep` returns the memory."""
         self.generation += 1
         self._index.clear(self._holders[tier])
-        self._garbage.append(self._held[tier])
-        self._held[tier] = ShardedHashMap()
+        if len(self._held[tier]):
+            self._garbage.append(self._held[tier])
+            self._held[tier] = ShardedHashMap()
         self._gpu_shards = self._held[Tier.GPU].shards()
         self._extra_copies[tier] = {}
 

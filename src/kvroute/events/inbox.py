@@ -23,7 +23,15 @@ import zmq.asyncio
 
 from kvroute.errors import WireError
 from kvroute.events.poller import SocketPoller, TimeSlicer
-from kvroute.wire.zmq import GREETING, MessageReader, check_greeting, command, ready, split_command
+from kvroute.wire.zmq import (
+    GREETING,
+    MAX_MESSAGE_BYTES,
+    MessageReader,
+    check_greeting,
+    command,
+    ready,
+    split_command,
+)
 from kvroute.wire.zmq import subscription as subscription_to
 
 log = logging.getLogger(__name__)
@@ -423,6 +431,7 @@ class Listener:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.RCVHWM, queue)
             self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._socket.bind(endpoint)
         except zmq.ZMQError:

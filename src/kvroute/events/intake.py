@@ -348,6 +348,9 @@ class Intake:
                 await self.maybe_yield()
                 if epoch != self.epoch:
                     return True
+            await self.maybe_yield()
+            if epoch != self.epoch:
+                return True
         self.counts.messages += 1
         self._note_message(self._clock.now())
         self._after_batch(message.seq, digest, cleared, refused)

@@ -44,6 +44,9 @@ _REMOVAL_WEIGHT: Final = 4
 _EVENT_WEIGHT: Final = 2
 """The fixed cost of an event, in stored blocks."""
 
+_CLEAR_WEIGHT: Final = 16
+"""The cost of an event that empties the cache, in stored blocks."""
+
 _NO_EXTRA_KEYS: Final[list[list[object] | None]] = [None]
 """`extra_keys` of an event with one block that has none."""
 
@@ -174,6 +177,7 @@ class Ledger:
                     yield
             elif isinstance(event, AllBlocksCleared):
                 self._cleared()
+                work += _CLEAR_WEIGHT
             if work >= PIECE_BLOCKS:
                 work = 0
                 yield

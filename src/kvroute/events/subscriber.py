@@ -32,7 +32,7 @@ from kvroute.events.sequence import SequenceVerdict
 from kvroute.fleet.worker import Worker
 from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
 from kvroute.index.snapshot import HEAD, Frame, StreamHead, decode, encode, encode_end, split
-from kvroute.wire.zmq import EventMessage, pack_replay_request, unpack_live, unpack_replay
+from kvroute.wire.zmq import MAX_MESSAGE_BYTES, EventMessage, pack_replay_request, unpack_live, unpack_replay
 
 
 @asynccontextmanager
@@ -48,6 +48,7 @@ async def replay(
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(endpoint)
         async with asyncio.timeout(timeout_s):

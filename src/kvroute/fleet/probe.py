@@ -11,6 +11,7 @@ from itertools import combinations
 
 import httpx
 
+from kvroute.answers import LIMIT, BoundedTransport
 from kvroute.errors import InvalidRequest, ModelNotFound, NoResources, NoRoutableWorker
 from kvroute.fleet.worker import (
     SALTED_SINCE,
@@ -45,15 +46,26 @@ class ProbeFailure:
     status: int = field(default=0, compare=False)
 
 
-def probe_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+_MAX_PAGE_BYTES = 4 << 20
+"""Longest page of a worker: vLLM's /metrics has hundreds of kilobytes."""
+_MAX_MODELS_BYTES = 2 << 20
+_MAX_SHORT_BYTES = 1 << 20
+
+
+def probe_client(
+    transport: httpx.AsyncBaseTransport | None = None, on_refused: Callable[[str], None] | None = None
+) -> httpx.AsyncClient:
     """An HTTP client for probes, without proxies, redirects and connection limits. The caller closes it.
 
     `transport` replaces httpx's own; it must not limit connections and must close idle ones within 4 s.
+    An answer has at most 4 MiB and no content coding; `on_refused` gets the reason of each refused one.
     """
     # Without a limit, a hanging worker cannot block the probes of others. Idle connections are closed after
     # 4 s, before uvicorn's servers close them (5 s).
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-    return httpx.AsyncClient(trust_env=False, limits=limits, transport=transport)
+    inner = transport or httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+    bounded = BoundedTransport(inner, max_bytes=_MAX_PAGE_BYTES, on_refused=on_refused)
+    return httpx.AsyncClient(trust_env=False, transport=bounded)
 
 
 class Prober:
@@ -88,7 +100,7 @@ class Prober:
 
     async def models(self, url: str) -> ModelsPage | ProbeFailure:
         """Read the models that the worker at `url` serves."""
-        answer = await self._get(url + "/v1/models", self._auth)
+        answer = await self._get(url + "/v1/models", self._auth, _MAX_MODELS_BYTES)
         if isinstance(answer, ProbeFailure):
             return answer
         try:
@@ -98,7 +110,7 @@ class Prober:
 
     async def metrics(self, url: str) -> MetricsPage | ProbeFailure:
         """Read cache size and process start time of the worker at `url`."""
-        answer = await self._get(url + "/metrics", {})
+        answer = await self._get(url + "/metrics", {}, _MAX_PAGE_BYTES)
         return answer if isinstance(answer, ProbeFailure) else parse_metrics(answer)
 
     async def release(self, url: str) -> tuple[int, ...] | ProbeFailure | None:
@@ -137,12 +149,16 @@ class Prober:
             f"{shown} may ignore `cache_salt`: server.isolation needs {needed}", not_isolated=True
         )
 
-    async def _get(self, url: str, headers: dict[str, str]) -> bytes | ProbeFailure:
+    async def _get(
+        self, url: str, headers: dict[str, str], max_bytes: int = _MAX_SHORT_BYTES
+    ) -> bytes | ProbeFailure:
         path = httpx.URL(url).path
         try:
             # httpx's own timeouts are per read: a worker that sends single bytes would never exceed them.
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
+                answer = await self._client.get(
+                    url, headers=headers, timeout=self._timeout_s, extensions={LIMIT: max_bytes}
+                )
         except (TimeoutError, httpx.TimeoutException):
             return ProbeFailure(f"{path} gave no answer within {self._timeout_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:

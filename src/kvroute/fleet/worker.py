@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from math import isfinite
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 from kvroute.fleet.foreign import EngineFigures, ForeignLoad
 from kvroute.fleet.load import WorkerLoad
@@ -454,10 +454,16 @@ class MetricsPage:
     """`vllm:request_success_total`, summed over ranks and reasons."""
 
 
+MOST_MODELS: Final = 1000
+"""Models and adapters of one worker that count. Each has series of its own in /metrics."""
+LONGEST_NAME: Final = 512
+
+
 def parse_models(body: bytes) -> ModelsPage:
     """Parse a model list in OpenAI's shape; an adapter is a card with a `parent` (vLLM 0.32).
 
-    Raises ValueError if the body is not a model list. Cards without a name are skipped.
+    Raises ValueError if the body is not a model list. Cards without a name, or with one of more than 512
+    characters, are skipped, and all after the first thousand.
     """
     try:
         page = json.loads(body)
@@ -466,7 +472,11 @@ def parse_models(body: bytes) -> ModelsPage:
     listed = page.get("data") if isinstance(page, dict) else None
     if not isinstance(listed, list):
         raise ValueError("not a model list")
-    cards = tuple(card for card in listed if isinstance(card, dict) and isinstance(card.get("id"), str))
+    cards = tuple(
+        card
+        for card in listed
+        if isinstance(card, dict) and isinstance(name := card.get("id"), str) and len(name) <= LONGEST_NAME
+    )[:MOST_MODELS]
     adapters = tuple((card["id"], card["parent"]) for card in cards if isinstance(card.get("parent"), str))
     return ModelsPage(frozenset(card["id"] for card in cards), adapters, cards)
 
@@ -565,15 +575,19 @@ def _mean(page: bytes, start: bytes) -> float:
     return sum(figures) / len(figures) if figures else 0.0
 
 
+_MOST_LINES = 4096
+_LONGEST_LINE = 16_384
+
+
 def _lines(page: bytes, start: bytes) -> list[bytes]:
-    """The rest of each line that begins with `start`."""
+    """The rest of each line that begins with `start`: of at most 4,096 lines, up to 16 KiB each."""
     found: list[bytes] = []
     at = page.find(start)
-    while at >= 0:
+    while at >= 0 and len(found) < _MOST_LINES:
         end = page.find(b"\n", at)
         end = len(page) if end < 0 else end
         if at == 0 or page[at - 1] == 0x0A:
-            found.append(page[at + len(start) : end])
+            found.append(page[at + len(start) : min(end, at + _LONGEST_LINE)])
         at = page.find(start, end)
     return found
 

@@ -126,6 +126,8 @@ class EdgeProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _line_bytes = 0
     """Bytes of the head's last, incomplete line."""
+    _request_line: bytearray | None = None
+    """The beginning of a request line that has not arrived whole."""
     _unparsed: list[bytes] | None = None
     """Bytes of that line which the parser has not got."""
     # State of the body that is being read:
@@ -180,6 +182,10 @@ class EdgeProtocol(HttpToolsProtocol):
                 self._block_reading(True)
             return
         self._unset_keepalive_if_required()
+        if (not self._is_within_message or self._request_line is not None) and self._has_spaces(data):
+            text = "The request line has more than one space between two parts."
+            self._refuse(InvalidRequest(text), data if self.cycle is None else b"")
+            return
         if self._is_within_body:
             self._body_bytes += len(data)
             self._framing_bytes += len(data)
@@ -213,6 +219,24 @@ class EdgeProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._block_reading(True)  # pipelined requests are answered before more is read
         self._wait_in(self._next_wait())
+
+    def _has_spaces(self, data: bytes) -> bool:
+        """Whether two spaces follow each other in the request line, which the parser does not see.
+
+        Called with all bytes of the line, in order. A line behind a pipelined request in the same read is not
+        checked.
+        """
+        if self._request_line is not None:
+            self._request_line += data
+            if b"\n" not in data:
+                return False
+            data, self._request_line = bytes(self._request_line), None
+        data = data.lstrip(b"\r\n")
+        end = data.find(b"\n")
+        if end < 0:
+            self._request_line = bytearray(data)
+            return False
+        return data.find(b"  ", 0, end) >= 0
 
     def _block_reading(self, is_blocked: bool) -> None:
         flow = cast(TimedFlow, self.flow)
@@ -300,7 +324,9 @@ class EdgeProtocol(HttpToolsProtocol):
         if codings:
             _check_codings(codings, version)
         url = self.url
-        if not url.isascii() or (url[:1] != b"/" and not _path_in(url)):
+        if url[:1] != b"/":
+            self.url = url = _with_path(url)
+        if not url.isascii():
             raise InvalidRequest("The request's target is not valid.")
 
     def on_body(self, body: bytes) -> None:
@@ -481,6 +507,7 @@ class EdgeProtocol(HttpToolsProtocol):
             read = b"".join([b"%b: %b\r\n" % field for field in fields])
             self._trace_id = self.bounds.trace_refused(read + unread, error)
         self._is_within_message = True  # this message never ends
+        self._request_line = None
         self._unparsed = None
         self._framing_bytes = 0
         self.bounds.metrics.rejected.labels(error.error_code or error.type).inc()
@@ -571,10 +598,18 @@ def _check_codings(values: list[bytes], version: str) -> None:
         raise InvalidRequest("The request's Transfer-Encoding is not valid.")
 
 
-def _path_in(url: bytes) -> bytes | None:
-    """The path in a target that is an absolute URL; None if it has none. Raises HttpParserInvalidURLError."""
-    path: bytes | None = httptools.parse_url(url).path
-    return path
+def _with_path(url: bytes) -> bytes:
+    """A target that is an absolute URL, with the path `/` if it has none (RFC 9112 3.2.2).
+
+    Raises HttpParserInvalidURLError or InvalidRequest.
+    """
+    parsed = httptools.parse_url(url)
+    if parsed.path:
+        return url
+    if not parsed.schema or not parsed.host:
+        raise InvalidRequest("The request's target is not valid.")
+    place, mark, query = url.partition(b"?")
+    return place + b"/" + mark + query
 
 
 def _long_line(bounds: ClientBounds) -> HeadTooLarge:

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 from pydantic import model_validator
 
+from kvroute.answers import AnswerRefused, BoundedTransport
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError, GatewayError, KvrouteError, SigningKeysUnknown, Unauthorized
 from kvroute.lru import Lru
@@ -203,7 +204,12 @@ class TokenVerifier:
         self._client: httpx.AsyncClient | None = None
         if options.jwks_url:
             context = client_context(options.tls, f"{SECTION}.tls", ssl.create_default_context)
-            self._client = httpx.AsyncClient(verify=context, trust_env=False, follow_redirects=False)
+            bounded = BoundedTransport(
+                httpx.AsyncHTTPTransport(verify=context, trust_env=False),
+                max_bytes=_MAX_BYTES,
+                on_refused=metrics.answer_refused,
+            )
+            self._client = httpx.AsyncClient(transport=bounded, trust_env=False, follow_redirects=False)
         for outcome in ("loaded", "unchanged", "failed"):
             metrics.jwks_reads.labels(outcome)
 
@@ -318,16 +324,14 @@ class TokenVerifier:
             file = options.jwks_file or options.secret_file
             assert file is not None
             return await asyncio.to_thread(_read_file, file)
-        parts: list[bytes] = []
         try:
             async with asyncio.timeout(options.timeout_s):
                 async with self._client.stream("GET", options.jwks_url) as answer:
                     if answer.status_code != 200:
                         raise KeysUnreadable(f"{SECTION}.jwks_url answers {answer.status_code}")
-                    async for part in answer.aiter_bytes():
-                        parts.append(part)
-                        if sum(map(len, parts)) > _MAX_BYTES:
-                            raise KeysUnreadable(f"{SECTION}.jwks_url sends more than {_MAX_BYTES} bytes")
+                    parts = [part async for part in answer.aiter_raw()]
+        except AnswerRefused as error:
+            raise KeysUnreadable(f"{SECTION}.jwks_url: {error}") from None
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise KeysUnreadable(f"{SECTION}.jwks_url: {type(error).__name__}") from None
         return b"".join(parts)

@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvroute import yaml_text
 from kvroute.errors import ConfigError
 from kvroute.options import Options, option
 from kvroute.routing.registry import STRATEGIES
@@ -159,8 +160,10 @@ def read_keys(text: str, file: str) -> tuple[ClientKey, ...]:
         # and competes with the event loop for the interpreter lock meanwhile.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
         root = loader.get_single_node()
+        if root is not None:
+            yaml_text.check(root)
         repeated = _survey(root, (), lines)
-        data = None if root is None else loader.construct_document(root)
+        data = None if root is None else yaml_text.construct(loader, root)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(OPTION, f"{file}:{line}: it is not YAML") from None

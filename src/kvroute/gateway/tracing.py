@@ -277,8 +277,26 @@ def make_tracer(options: TracingOptions, count: Callable[[str, int], None]) -> T
         raise ConfigError(
             "tracing.endpoint", "OpenTelemetry is not installed: pip install 'kvroute[otel]'"
         ) from None
-    exporter = OTLPSpanExporter(endpoint=options.endpoint, timeout=options.timeout_s)
+    import requests  # the exporter's HTTP client
+
+    class BoundedSession(requests.Session):
+        """Reads at most 64 KiB of an answer, as it comes: collectors answer with some bytes."""
+
+        def request(self, *args: Any, **settings: Any) -> requests.Response:
+            answer = super().request(*args, **{**settings, "stream": True, "allow_redirects": False})
+            try:
+                answer._content = answer.raw.read(_MAX_ANSWER_BYTES, decode_content=False)
+            finally:
+                answer.close()
+            return answer
+
+    session = BoundedSession()
+    session.headers["accept-encoding"] = "identity"
+    exporter = OTLPSpanExporter(endpoint=options.endpoint, timeout=options.timeout_s, session=session)
     return Tracer(options, exporter, count)
+
+
+_MAX_ANSWER_BYTES = 65_536
 
 
 def _request(record: Record) -> dict[str, Any]:

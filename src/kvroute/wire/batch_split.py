@@ -243,6 +243,9 @@ def _array(count: int) -> bytes:
 SMALL_BYTES: Final = 32_768
 """Payloads up to this size are not split: about 0.2 ms to decode."""
 
+MAX_WHOLE_BYTES: Final = 1 << 20
+"""Longest part of a batch that cannot be divided: 20 ms to decode."""
+
 LARGE_BYTES: Final = 131_072
 """Above this size, even finding the ends of the events takes too long in one step (0.3 ms)."""
 
@@ -286,7 +289,8 @@ class _Batch:
 def split_batch(payload: bytes) -> Iterator[Piece | None]:
     """Yields pieces of about `SMALL_BYTES` in order, and None where the caller may yield to the event loop.
 
-    Raises `WireError` if the payload is not a batch. Not everything is checked: a piece without `is_checked`
+    Raises `WireError` if the payload is not a batch, or if one event, or what follows the events, cannot be
+    divided and is longer than `MAX_WHOLE_BYTES`. Not everything is checked: a piece without `is_checked`
     may still be unreadable.
     """
     if len(payload) <= SMALL_BYTES:
@@ -394,10 +398,14 @@ def _divide(payload: bytes, batch: _Batch, event: EventLayout, *, is_last: bool)
     if not event.is_divisible:
         yield _piece(batch, payload[event.start : event.end] + tail, 1, is_last=is_last, is_whole=True)
         return
+    room = 4 * len(payload) + MAX_WHOLE_BYTES  # each part has a copy of the fields that are not divided
     for part in parts_of(payload, event):
         if part is None:
             yield None
             continue
+        room -= len(part.event)
+        if len(part.event) > MAX_WHOLE_BYTES or room < 0:
+            raise WireError("a field of an event cannot be divided and is too long")
         ends = is_last and part.is_last
         yield Piece(
             _encode(batch, part.event + tail if ends else part.event, 1, is_last=ends),
@@ -410,6 +418,8 @@ def _divide(payload: bytes, batch: _Batch, event: EventLayout, *, is_last: bool)
 def _piece(
     batch: _Batch, events: bytes, count: int, *, is_last: bool = False, is_whole: bool = False
 ) -> Piece:
+    if len(events) > MAX_WHOLE_BYTES:
+        raise WireError("a part of a batch cannot be divided and is too long")
     return Piece(_encode(batch, events, count, is_last=is_last), is_whole=is_whole)
 
 

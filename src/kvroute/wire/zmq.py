@@ -21,7 +21,8 @@ GREETING: Final = _SIGNATURE + b"\x03\x00" + _MECHANISM + bytes(32)
 _MORE, _LONG, _COMMAND, _ALL = 1, 2, 4, 7
 _EIGHT: Final = 8
 _SHORT_BYTES: Final = 255
-MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Longest message: 20 million token ids."""
 _MAX_FRAMES: Final = 64
 
 

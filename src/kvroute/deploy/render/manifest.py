@@ -460,6 +460,13 @@ SHARING_PORT = 6379
 _REDIS_USER = 999
 """The user id in Redis' image."""
 
+_SHARING_COMMAND = """\
+exec redis-server - --save "" --appendonly no <<END
+requirepass $REDIS_PASSWORD
+END
+"""
+"""Redis reads the password from a pipe: command lines are seen by every process of a node."""
+
 
 def sharing_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
     """A Redis for gateways that share what they know: they publish and subscribe, and store nothing."""
@@ -468,10 +475,7 @@ def sharing_manifests(plan: EndpointPlan) -> Iterator[Manifest]:
     container = {
         "name": "redis",
         "image": plan.extension.images.redis,
-        "args": [
-            *("redis-server", "--save", "", "--appendonly", "no"),
-            *("--requirepass", "$(REDIS_PASSWORD)"),
-        ],
+        "command": ["sh", "-c", _SHARING_COMMAND],
         "env": [{"name": "REDIS_PASSWORD", "valueFrom": password}],
         "ports": [{"name": "redis", "containerPort": SHARING_PORT}],
         "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 2},

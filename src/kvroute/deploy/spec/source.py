@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
+from kvroute import yaml_text
+
 Path = tuple[str | int, ...]
 """Keys from the root of the document, `("spec", "worker", "args", 0)`."""
 
@@ -272,8 +274,9 @@ def read_source(text: str) -> Source:
             nodes.append(node)
         if len(nodes) == 1:
             # Before construct_document, which changes nodes that have merge keys.
+            yaml_text.check(nodes[0])
             survey.enter(nodes[0], ())
-            data = loader.construct_document(nodes[0])
+            data = yaml_text.construct(loader, nodes[0])
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         raise NotYaml(exc.problem or "not YAML", mark.line + 1 if mark else None) from exc

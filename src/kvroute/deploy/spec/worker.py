@@ -320,7 +320,7 @@ class Images(Fields):
     gateway_build: str | None = applied(becomes="the folder that compose builds the gateway's image from")
     worker: str = applied(DEFAULT_IMAGE, becomes="the workers' image if spec.worker has none")
     lmcache: str | None = applied(becomes="the LMCache servers' image; without it, the workers' image")
-    redis: str = applied("redis:7.4.2-alpine", becomes="Redis' image")
+    redis: str = applied("redis:7.4.6-alpine", becomes="Redis' image")
     valkey: str = applied("valkey/valkey:8.1.1-alpine", becomes="Valkey's image")
     mooncake: str = applied("mooncake-master:0.3.13", becomes="the Mooncake master's image")
     prometheus: str = applied("prom/prometheus:v3.5.0", becomes="Prometheus' image (compose)")

@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from kvroute import yaml_text
 from kvroute.clock import Clock
 from kvroute.errors import ConfigError
 from kvroute.fleet.options import Entries, FleetOptions
@@ -41,12 +42,14 @@ class WorkersFile(Options):
 def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
     """Parse a workers file. Raises ConfigError, whose path is the place in the file (`workers[1].url`)."""
     try:
-        document = yaml.safe_load(text)
+        document = yaml_text.load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else ""
-        raise ConfigError(place, f"not YAML: {getattr(error, 'problem', None) or 'unreadable'}") from error
-    except (ValueError, RecursionError) as error:  # an impossible number or date, or a very deep document
+        raise ConfigError(
+            place, f"not YAML: {getattr(error, 'problem', None) or str(error) or 'unreadable'}"
+        ) from error
+    except RecursionError as error:
         raise ConfigError("", f"not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError("", "must be a mapping with the key `workers`")

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import ssl
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
+from kvroute.answers import LIMIT, BoundedTransport
 from kvroute.errors import ConfigError, DiscoveryError, WatchExpired
 from kvroute.fleet.options import KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
@@ -257,7 +260,16 @@ def _items(item: Object, key: str) -> list[Object]:
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts `token`, `ca.crt` and `namespace`."""
 
-_PAGE: Final = 500
+_PAGE: Final = 100
+"""Objects for each request of a list: two megabytes of pods."""
+_MAX_PAGE_BYTES: Final = 16 << 20
+"""Longest answer; a server may ignore the limit of objects."""
+_MAX_LIST_BYTES: Final = 64 << 20
+_MAX_PAGES: Final = 1000
+_MAX_EVENT_BYTES: Final = 4 << 20
+"""Longest event of a watch: etcd's objects have at most 1.5 MB."""
+_UNPAUSED_BYTES: Final = 1 << 20
+"""Bytes that are parsed before the event loop gets a turn: 10 ms."""
 _GONE: Final = 410
 _ABSENT: Final = 404
 _COLLECTIONS: Final = {
@@ -362,16 +374,17 @@ class KubernetesApi:
         """Read all objects as of one moment, page by page."""
         items: list[Object] = []
         following: dict[str, str] = {}
-        while True:
-            page = await self._get({"limit": str(_PAGE), **self._selector, **following})
-            metadata = page.get("metadata")
-            found = page.get("items") or []
-            if not isinstance(metadata, dict) or not isinstance(found, list):
-                raise DiscoveryError("the answer is not a list of objects")
-            items += [item for item in found if isinstance(item, dict)]
+        read = 0
+        for _ in range(_MAX_PAGES):
+            text = await self._get({"limit": str(_PAGE), **self._selector, **following})
+            read += len(text)
+            if read > _MAX_LIST_BYTES:
+                raise DiscoveryError(f"the list is longer than {_MAX_LIST_BYTES} bytes")
+            metadata = await _read_page(text, items)
             if not metadata.get("continue"):
                 return Listing(tuple(items), str(metadata.get("resourceVersion", "")))
             following = {"continue": str(metadata["continue"])}
+        raise DiscoveryError(f"the list has more than {_MAX_PAGES} pages")
 
     @asynccontextmanager
     async def watching(self, version: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
@@ -387,11 +400,15 @@ class KubernetesApi:
         timeout = httpx.Timeout(self._timeout_s, read=self._watch_s + self._timeout_s)
         try:
             async with client.stream(
-                "GET", self._path, params=params, headers=headers, timeout=timeout
+                "GET",
+                self._path,
+                params=params,
+                headers=headers,
+                timeout=timeout,
+                extensions={LIMIT: sys.maxsize},  # the length of each event is limited
             ) as answer:
                 if not answer.is_success:
-                    await answer.aread()
-                    raise _refusal(answer)
+                    raise _refusal(answer.status_code, await _beginning(answer))
                 async with aclosing(_events(answer)) as events:
                     yield events
         except (httpx.HTTPError, OSError) as error:
@@ -410,22 +427,22 @@ class KubernetesApi:
         if answer.status_code == _ABSENT:
             return False
         if not answer.is_success:
-            raise _refusal(answer)
+            raise _refusal(answer.status_code, answer.content)
         return True
 
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _get(self, params: dict[str, str]) -> dict[str, Any]:
+    async def _get(self, params: dict[str, str]) -> bytes:
         client, headers = await self._prepared()
         try:
             answer = await client.get(self._path, params=params, headers=headers)
         except (httpx.HTTPError, OSError) as error:
             raise _unavailable(error) from error
         if not answer.is_success:
-            raise _refusal(answer)
-        return _object(answer.content)
+            raise _refusal(answer.status_code, answer.content)
+        return answer.content
 
     async def _prepared(self) -> tuple[httpx.AsyncClient, dict[str, str]]:
         """A client with the current CA file, and the request headers with the current token."""
@@ -436,7 +453,12 @@ class KubernetesApi:
                 verify = await asyncio.to_thread(_context, self._access)
                 await self.aclose()
                 self._client = httpx.AsyncClient(
-                    base_url=self._access.url, verify=verify, timeout=self._timeout_s, trust_env=False
+                    base_url=self._access.url,
+                    timeout=self._timeout_s,
+                    trust_env=False,
+                    transport=BoundedTransport(
+                        httpx.AsyncHTTPTransport(verify=verify, trust_env=False), max_bytes=_MAX_PAGE_BYTES
+                    ),
                 )
                 self._ca = ca
         except (OSError, UnicodeDecodeError) as error:
@@ -456,13 +478,54 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[WatchEvent, None]:
 async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
     """The lines of an answer. An incomplete last line is dropped: the next watch sends it again."""
     # Split at newlines only: httpx's `aiter_lines` also splits at characters that JSON strings may contain.
-    rest = b""
-    async with aclosing(answer.aiter_bytes()) as chunks:  # type: ignore[type-var]
+    rest = bytearray()
+    async with aclosing(answer.aiter_raw()) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if line.strip():
-                    yield line
+            first, *following = chunk.split(b"\n")
+            rest += first
+            for beginning in following:
+                if rest.strip():
+                    yield bytes(rest)
+                rest = bytearray(beginning)
+            if len(rest) > _MAX_EVENT_BYTES:
+                raise DiscoveryError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
+
+
+async def _beginning(answer: httpx.Response) -> bytes:
+    """The first 64 KiB of a refusal."""
+    text = b""
+    async with aclosing(answer.aiter_raw()) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            text += chunk
+            if len(text) > 65_536:
+                break
+    return text
+
+
+class _Page(msgspec.Struct):
+    metadata: dict[str, Any]
+    items: list[msgspec.Raw] | None = None
+
+
+_decode_page = msgspec.json.Decoder(_Page).decode
+
+
+async def _read_page(text: bytes, items: list[Object]) -> dict[str, Any]:
+    """Append the objects of a page to `items`, with pauses for the event loop; return its metadata."""
+    try:
+        page = _decode_page(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DiscoveryError("the answer is not a list of objects") from error
+    parsed = 0
+    for raw in page.items or ():
+        item = _value(raw)
+        if isinstance(item, dict):
+            items.append(item)
+        parsed += len(memoryview(raw))
+        if parsed > _UNPAUSED_BYTES:
+            parsed = 0
+            await asyncio.sleep(0)
+    return page.metadata
 
 
 def _event(event: dict[str, Any]) -> WatchEvent:
@@ -480,12 +543,12 @@ def _event(event: dict[str, Any]) -> WatchEvent:
     return WatchEvent(version, item, is_deleted=kind == "DELETED")
 
 
-def _refusal(answer: httpx.Response) -> DiscoveryError:
+def _refusal(code: int, text: bytes) -> DiscoveryError:
     try:
-        status = _object(answer.content)
+        status = _object(text[:65_537])
     except DiscoveryError:
         status = {}
-    return _failure(status, answer.status_code)
+    return _failure(status, code)
 
 
 def _failure(status: Mapping[str, Any], code: object) -> DiscoveryError:
@@ -500,13 +563,17 @@ def _unavailable(error: Exception) -> DiscoveryError:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise DiscoveryError("the answer is not JSON") from error
+    value = _value(text)
     if not isinstance(value, dict):
         raise DiscoveryError("the answer is not a JSON object")
     return value
+
+
+def _value(text: bytes | msgspec.Raw) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DiscoveryError("the answer is not JSON") from error
 
 
 def _read(file: Path | None) -> str:
