@@ -173,6 +173,6 @@ async def test_workers_that_ignore_the_salt_of_an_endpoint_do_not_get_its_reques
     assert old.requests == []
     assert len(new.requests) == 9
 
-    for _ in range(4):
+    for _ in range(6):
         assert (await post(both, "/v1/completions", {"prompt": "p"}, **key)).status_code == 200
-    assert len(old.requests) == 2
+    assert old.requests
