@@ -54,10 +54,10 @@ class Subject:
 
 SUBJECTS = (
     Subject("llama", 90),
-    Subject("llama_eagle", 90, in_ci=True),
+    Subject("llama_eagle", 90),
     Subject("gpt_oss", 150, has_chats=False, notes=("exact tokens",)),
     Subject("gemma3", 260, in_ci=True),
-    Subject("llama4", 220),
+    Subject("llama4", 220, in_ci=True),
     Subject("qwen3_next", 90, unit=288),
     Subject("granite4", 90, unit=160),
     Subject("jamba", 120, unit=64),
@@ -81,7 +81,8 @@ def writer(name: str) -> Callable[[Path], object]:
 def kinds(subject: Subject) -> tuple[EngineKind, EngineKind]:
     """Two engines of it."""
     architecture = ARCHITECTURES[subject.architecture]
-    args = ["--max-num-batched-tokens", "2048", "--max-num-seqs", "8"]
+    # Caching is off by default for models of state-space layers alone.
+    args = ["--max-num-batched-tokens", "2048", "--max-num-seqs", "8", "--enable-prefix-caching"]
     for name, value in architecture.engine.items():
         args += [f"--{name.replace('_', '-')}", str(value)]
     if architecture.drafting:
@@ -136,7 +137,6 @@ async def test_what_is_promised_is_found(subject, leased, run_gateway, words, ca
             f"reasons {dict(Counter(each.reason for each in counted))}"
         )
     assert hits >= HITS
-    if subject.is_exact or decided:
-        assert exact >= EXACT
     if subject.is_exact:
+        assert exact >= EXACT
         assert len(decided) / len(counted) >= DECIDED
