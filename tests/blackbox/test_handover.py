@@ -29,8 +29,10 @@ async def test_blocks_of_decode_workers_that_break_off_are_counted(serve, sim, p
 
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
         answer = await client.post("/v1/completions", json=BODY)
-        assert answer.status_code == 200
-        assert answer.headers["x-kvroute-worker"] == "p"
+        # With two, two workers have begun to compute it: the prefill worker is no third one.
+        assert answer.status_code == (200 if decoders == 1 else 502)
+        if decoders == 1:
+            assert answer.headers["x-kvroute-worker"] == "p"
         async with asyncio.timeout(30):
             while not (found := KEPT.search((await client.get("/metrics")).text)) or float(found[1]) < 1:
                 await asyncio.sleep(0.05)

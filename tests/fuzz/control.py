@@ -39,6 +39,8 @@ async def fuzz_control(examples: int, seed: int, phases: str = "examples,coverag
                 *("--header", f"Authorization: Bearer {key}", "--request-timeout", "20"),
                 *("--generation-database", "none", "--output-sanitize", "false"),
                 *(each for tag in ("gateway", "admin") for each in ("--include-tag", tag)),
+                # Workers that are paused or asleep get nothing, so other operations would answer 503 rightly.
+                *("--exclude-path-regex", "/(pause|sleep)$"),
                 *("--suppress-health-check", "all", "--warnings", "off", "--no-color"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

@@ -157,8 +157,9 @@ async def test_errors_are_the_packages_own(client, gateway):
         await gateway.client.post(
             f"{worker.spec.url}/sim/faults", json={"kind": "status", "status": 429, "path": "/v1/chat"}
         )
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.InternalServerError) as busy:
         await client.chat.completions.create(model="m", messages=ASK)
+    assert (busy.value.status_code, busy.value.code) == (503, "workers_busy")
 
 
 async def test_a_broken_stream_raises_api_error(client, run_gateway):

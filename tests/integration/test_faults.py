@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
 import signal
@@ -470,10 +471,14 @@ async def test_workers_that_all_fail_stay_in_routing(run_gateway, caplog, fault)
         async with run_gateway(workers, fleet={"health": health}, retries={"budget_percent": 0}) as running:
             for sim in sims:
                 sim.worker.faults.add(Fault(path="/v1/completions", count=None, **fault))
-            body = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+            numbers = itertools.count()  # one prompt again and again would be refused, as it loses workers
+
+            async def ask() -> httpx.Response:
+                body = {"model": MODEL, "prompt": f"hi {next(numbers)}", "max_tokens": 2}
+                return await running.client.post("/v1/completions", json=body)
 
             async def is_held_back() -> bool:
-                answer = await running.client.post("/v1/completions", json=body)
+                answer = await ask()
                 assert answer.status_code in (500, 502)
                 return running.metric("kvroute_worker_ejections_held_back_total") > 0
 
@@ -482,7 +487,7 @@ async def test_workers_that_all_fail_stay_in_routing(run_gateway, caplog, fault)
             assert "stays in routing despite a burst of failures" in caplog.text
             for sim in sims:
                 sim.worker.faults.clear()
-            assert (await running.client.post("/v1/completions", json=body)).status_code == 200
+            assert (await ask()).status_code == 200
 
 
 YEAR_S = 365 * 86_400.0

@@ -489,8 +489,10 @@ async def test_blocks_that_nobody_takes_are_counted(run_fleet, roles, streamed):
             worker.worker.faults.add(Fault(kind="reset", path=CHAT, count=None))
         answer = await ask(gateway, stream=streamed)
 
-        assert answer.status_code == 200
-        assert answer.headers["x-kvroute-worker"] == "w0"
+        # Two workers have begun to compute it and failed: the prefill worker is no third one.
+        assert answer.status_code == (200 if roles == "pd" else 502)
+        if roles == "pd":
+            assert answer.headers["x-kvroute-worker"] == "w0"
         await until(lambda: gateway.metric("kvroute_handover_blocks_kept_total") == 1)
         assert usage_of(prefill) > 0
         await until(lambda: all_quiet(gateway))

@@ -165,17 +165,20 @@ async def test_a_server_behind_tls_is_polled_with_the_files(tmp_path: Path) -> N
     options, clock = options_of(server_scheme="https", server_tls=files), SystemClock()
     coordinator = Coordinator(ChunkIndex(), clock, options)
     polls: list[bytes] = []
+    refused: list[str] = []
 
     async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         polls.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
     tls = authority.server(authority.issue("lmcache"), asks=True)
-    async with tcp_server(status, tls=tls) as port, lmcache_client(options.coordinator) as client:
+    own_client = lmcache_client(options.coordinator, refused.append)
+    async with tcp_server(status, tls=tls) as port, own_client as client:
         coordinator.register(ServerRegistration("127.0.0.1", port, "a"))
         await StatusPoller(coordinator, client, clock, options.coordinator).poll()
 
     assert [poll.split(b" ")[1] for poll in polls] == [b"/status"]
+    assert refused == []
 
 
 def test_files_for_servers_without_tls_are_refused(tmp_path: Path) -> None:

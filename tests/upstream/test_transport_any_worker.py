@@ -103,11 +103,12 @@ async def test_certificates_are_checked_as_for_answers_to_clients(
 async def test_tokenizer_calls_check_certificates_as_answers_to_clients_do(
     serve: Any, read_request: Any, server_tls: ssl.SSLContext
 ) -> None:
-    server = await serve(answers(b"well", read_request), tls=server_tls)
+    server, refused = await serve(answers(b"well", read_request), tls=server_tls), list[str]()
+    trusting = Config.model_validate({"upstream": {"verify_tls": False}})
 
-    async with worker_client(Config.model_validate({"upstream": {"verify_tls": False}})) as client:
+    async with worker_client(trusting, refused.append) as client:
         assert (await client.get(server.url)).text == "well"
-    async with worker_client(Config()) as client:
+    async with worker_client(Config(), refused.append) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(server.url)
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,17 +201,28 @@ def with_placeholders(ids: array[int]) -> tuple[array[int], tuple[tuple[int, str
     An engine has `MEDIA_TOKENS` equal ids where this simulation has a mark and the hash of the content, so
     that prompts with different images have different ids.
     """
-    if IMAGE not in ids:
+    places = list(_media_places(ids))
+    if not places:
         return ids, ()
-    shown, media, start = array("I"), [], 0
-    while IMAGE in ids[start:]:
-        at = ids.index(IMAGE, start)
-        stop = at + MEDIA_TOKENS
-        media.append((at, bytes(ids[at + 1 : stop]).hex()))
-        shown += ids[start:at]
-        shown.extend([IMAGE] * MEDIA_TOKENS)
-        start = stop
-    return shown + ids[start:], tuple(media)
+    shown = ids[:]
+    for at in places:
+        shown[at : at + MEDIA_TOKENS] = array("I", [IMAGE] * MEDIA_TOKENS)
+    return shown, tuple((at, bytes(ids[at + 1 : at + MEDIA_TOKENS]).hex()) for at in places)
+
+
+def _media_places(ids: array[int]) -> Iterator[int]:
+    """Where media begin. A prompt of token ids may have the id of the mark without one."""
+    start = 0
+    while True:
+        try:
+            at = ids.index(IMAGE, start)
+        except ValueError:
+            return
+        content = ids[at + 1 : at + MEDIA_TOKENS]
+        is_media = len(content) == MEDIA_TOKENS - 1 and max(content) < 256
+        start = at + (MEDIA_TOKENS if is_media else 1)
+        if is_media:
+            yield at
 
 
 def messages_of(body: Json) -> list[dict[str, Any]]:

@@ -116,7 +116,7 @@ def test_two_pickers_share_through_a_redis_of_their_own(own, plan, tmp_path):
     (variable,) = redis["env"]
     reference = variable["valueFrom"]["secretKeyRef"]
     assert reference["key"] in secrets[reference["name"]]["stringData"]
-    assert f"$({variable['name']})" in redis["args"]
+    assert f"requirepass ${variable['name']}" in " ".join(redis["command"])
     mounted = {item["path"] for each in sources for item in each["secret"]["items"]}
     assert mounted == {"admin-key", "sharing-key", "redis-password"}
     (rule,) = allowed(found, "sharing")

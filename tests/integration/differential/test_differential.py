@@ -312,7 +312,7 @@ class Generator:
         elif rng.random() < 0.05:
             headers.append((b"Expect", b"100-continue"))
         if request.own is None and rng.random() < 0.05:
-            status, retry_after_s = rng.choice([(400, None), (401, None), (429, 7), (500, None), (503, 1)])
+            status, retry_after_s = rng.choice([(400, None), (401, 7), (500, 7), (503, None)])
             request.fault = Fault(kind="status", status=status, retry_after_s=retry_after_s)
         return request
 
