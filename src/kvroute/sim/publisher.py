@@ -17,7 +17,7 @@ from kvroute.sim.options import SimOptions
 from kvroute.wire.vllm import DIALECTS, KvEvent
 from kvroute.wire.zmq import EventMessage, pack_live, pack_replay, pack_replay_end, unpack_replay_request
 
-CONTROL = ("/sim/", "/metrics", "/health", "/ping", "/version", "/v1/models", "/kv_event_sources")
+CONTROL = ("/sim/", "/metrics", "/health", "/ping", "/version", "/v1/models", "/kv_event_sources", "/is_")
 """Paths that a fault without `path` does not affect."""
 
 

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 import pytest
 
@@ -18,6 +19,15 @@ from kvroute.openai.endpoints import ENDPOINTS, BodyKind
 from kvroute.sim.publisher import Fault
 
 MODELS = ("sim-model", "second-name", "ada")
+
+
+def model_in(body: bytes) -> object:
+    """The model that a body names for Python's parser; None without one."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None
+    return fields.get("model") if isinstance(fields, dict) else None
 
 
 @dataclass
@@ -245,6 +255,8 @@ class Generator:
                 return Request(path.encode(), body, own=400, note="model's type")
             case _:
                 body = json.dumps({**fields, "model": rng.choice(unknown)}).encode()
+                if path == "/invocations":  # computes the base model, whatever the body names
+                    path = "/v1/chat/completions"
                 return Request(path.encode(), body, own=404, note="unknown model")
 
     def form(self, path: str) -> Request:
@@ -294,6 +306,9 @@ class Generator:
         ]
         if not headers:
             headers.append((rng.choice([b"Content-Type", b"content-type"]), rng.choice(kinds)))
+        if request.target.startswith(b"/invocations") and model_in(request.body) == "ada":
+            # There an adapter is named by a header. The body's alone would be replaced by the base model.
+            headers.append((b"X-Amzn-SageMaker-Adapter-Identifier", b"ada"))
         odd = self.odd_headers()
         headers += [rng.choice(odd) for _ in range(rng.randrange(6))]
         rng.shuffle(headers)
@@ -313,7 +328,8 @@ class Generator:
             headers.append((b"Expect", b"100-continue"))
         if request.own is None and rng.random() < 0.05:
             status, retry_after_s = rng.choice([(400, None), (401, 7), (500, 7), (503, None)])
-            request.fault = Fault(kind="status", status=status, retry_after_s=retry_after_s)
+            path = unquote(request.target.decode()).partition("?")[0]  # probes do not use it up
+            request.fault = Fault(kind="status", status=status, retry_after_s=retry_after_s, path=path)
         return request
 
     def odd_headers(self) -> list[tuple[bytes, bytes]]:
