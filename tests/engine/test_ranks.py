@@ -15,7 +15,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-KIND = EngineKind(args=("--data-parallel-size", "2"), is_real=True)
+KIND = EngineKind(
+    args=("--data-parallel-size", "2"), env=(("VLLM_CPU_OMP_THREADS_BIND", "0|1"),), is_real=True
+)
+"""A core for each rank."""
 REQUESTS, WARM_UP, EXACT = 80, 5, 0.99
 LEAST_HITS = {"kvaware": 0.4, "prefixaware": 0.4, "session": 0.4}
 
