@@ -403,9 +403,14 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._let_take(params, [each.worker for each in usable])
 
     def _let_take(self, params: bytes, workers: Sequence[Worker]) -> None:
-        """Let the first of `workers` take the blocks; if it fails, the next one. Counts blocks that stay."""
+        """Let the first of `workers` take the blocks; if it fails, the next one. Counts blocks that stay.
+
+        Nobody is asked to take the blocks of a prefill worker that has failed: an engine that waits for KV
+        of a dead one keeps blocks of its own for that (vLLM 0.32, NixlConnector).
+        """
         deps, plan, connector = self._deps, self._plan, self._connector
-        if not workers:
+        source = self.handover.prefill.worker
+        if not workers or not source.is_routable:
             deps.metrics.handover_blocks_kept.inc()
             return
         worker, *others = workers
@@ -414,7 +419,8 @@ class HandoverAttempts(Attempts, kw_only=True):
         head = transport.heads.encode(
             plan.method, plan.target, self._fields, self._record.request_id, len(body)
         )
-        listener = _Release(partial(self._let_take, params, others))
+        rest = () if worker is source else others
+        listener = _Release(partial(self._let_take, params, rest))
         response = transport.submit(head, body, listener)
         asyncio.get_running_loop().call_later(_RELEASE_S, listener.stop, response)
 
