@@ -140,6 +140,12 @@ class GroupedCaches:
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return self._index.holds(slot, keys, tokens)
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return self._index.has_end(slot, keys)
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        return prompt.keys
+
     def answered(
         self, worker: Worker, rank: int, model: str, prompt: ExactPrompt, sent: float, cached: int | None
     ) -> None:

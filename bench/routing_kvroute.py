@@ -261,6 +261,12 @@ class SimulatedCaches:
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return self._index.holds(slot, keys, tokens // _SCALE)
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return self._index.has_end(slot, keys)
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        return prompt.keys
+
 
 def _in_small_blocks(events: Sequence[KvEvent]) -> Iterator[KvEvent]:
     for event in events:

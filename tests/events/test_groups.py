@@ -201,6 +201,31 @@ def test_a_report_of_held_blocks_adds_none_to_a_window() -> None:
     assert worker.hit(10) == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_one_group_has_lost_the_others_hold_twice(is_first: bool) -> None:
+    """Without its state the engine computes the whole prompt, and stores the other group's blocks again."""
+    worker = Worker("mamba")
+    state, whole = worker.stored(0, 0, 4, range(3, 4)), worker.stored(1, 0, 4)
+    both = (state, whole) if is_first else (whole, state)
+    worker.send(*both)
+    worker.send(removed(0, 3))
+    worker.send(*both)
+    worker.send(removed(1, 0, 1, 2, 3))  # the older copies
+    assert worker.hit(4) == 4
+    worker.send(removed(1, 3))
+    assert worker.hit(4) == 0
+
+
+def test_a_state_is_held_twice_after_the_whole_prompt_was_lost() -> None:
+    worker = Worker("mamba")
+    both = worker.stored(1, 0, 4), worker.stored(0, 0, 4, range(3, 4))
+    worker.send(*both)
+    worker.send(removed(1, 3))
+    worker.send(*both)  # by the second event the group that covers the prefix has its block again
+    worker.send(removed(0, 3))
+    assert worker.hit(4) == 4
+
+
 def test_after_a_loss_a_report_shows_the_end_of_a_hit_only() -> None:
     worker = Worker("mamba")
     worker.ledger.is_repairing = True

@@ -319,6 +319,25 @@ def test_an_announcement_that_may_be_a_repetition_is_no_copy(run_ledger: Run) ->
     assert old.held_blocks(Tier.GPU) == 2
 
 
+def test_a_prompt_that_cannot_have_been_a_hit_is_stored_again(run_ledger: Run) -> None:
+    """Its first block was gone, so the engine computed all of it: the second block is there twice."""
+    index = PrefixIndex()
+    ledger = Ledger(index, 0)
+    run_ledger(ledger, [batch(store([1, 2])), batch(BlockRemoved([1])), batch(store([1, 2]))])
+    assert (ledger.counts.repeated, ledger.counts.copies) == (0, 1)
+
+    run_ledger(ledger, [batch(BlockRemoved([2]))])
+    assert matched(index) == TierMatch(32)
+
+
+def test_while_blocks_are_unknown_no_announcement_is_believed_to_be_a_copy(run_ledger: Run) -> None:
+    """The worker may hold the block that the ledger lacks."""
+    ledger = Ledger(PrefixIndex(), 0)
+    ledger.is_repairing = True
+    run_ledger(ledger, [batch(store([1, 2])), batch(BlockRemoved([1])), batch(store([1, 2]))])
+    assert (ledger.counts.repeated, ledger.counts.copies) == (1, 0)
+
+
 def test_a_full_index_is_not_believed_to_hold_the_rest(run_ledger: Run) -> None:
     index = PrefixIndex(max_blocks=2)
     ledger = Ledger(index, 0)
@@ -444,11 +463,11 @@ def test_after_any_traffic_the_index_equals_the_engines_cache(
 
 def test_a_later_part_of_a_repeated_prompt_is_no_copy(run_ledger: Run) -> None:
     ledger = Ledger(PrefixIndex(), 0)
-    run_ledger(ledger, [batch(store([1, 2, 3, 4]))])
+    run_ledger(ledger, [batch(store([1, 2, 3, 4])), batch(store([1, 2]))])
     for from_root in (True, False):
         for _ in ledger.apply(batch(store([3, 4], 2, 2)), from_root=from_root):
             pass
-    assert (ledger.counts.repeated, ledger.counts.copies) == (2, 2)
+    assert (ledger.counts.repeated, ledger.counts.copies) == (4, 2)
 
 
 def test_a_long_announcement_that_does_not_match_its_hashes_is_ignored(run_ledger: Run) -> None:

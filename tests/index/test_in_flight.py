@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, token_keys
-from kvroute.index.in_flight import Flight, InFlight
+from kvroute.index.in_flight import ANNOUNCED_S, MOST_ENDED, Flight, InFlight
 
 PATHS = st.lists(st.integers(0, 1), max_size=12)
 SLOTS = st.integers(0, 2)
@@ -15,6 +17,11 @@ SLOTS = st.integers(0, 2)
 
 def chain(path: list[int]) -> list[BlockKey]:
     return token_keys([number for number in path for _ in range(KEY_TOKENS)], 0)
+
+
+def never(slot: int, keys: Sequence[BlockKey]) -> bool:
+    """`has_end` of a map without events."""
+    return False
 
 
 def common(one: list[BlockKey], other: list[BlockKey]) -> int:
@@ -32,23 +39,29 @@ class InFlightAgainstLists(RuleBasedStateMachine):
         self.of_forgotten: list[Flight] = []
         self.ended: list[tuple[int, list[BlockKey]]] = []
 
-    @rule(slot=SLOTS, path=PATHS)
-    def acquire(self, slot: int, path: list[int]) -> None:
+    @rule(slot=SLOTS, path=PATHS, streamed=st.booleans())
+    def acquire(self, slot: int, path: list[int], streamed: bool) -> None:
         keys = chain(path)
-        self.flights.append((self.in_flight.acquire(slot, keys), slot, keys))
+        self.flights.append((self.in_flight.acquire(slot, keys, streamed=streamed), slot, keys))
 
     @rule(number=st.integers(0, 100), twice=st.booleans())
     def release(self, number: int, twice: bool) -> None:
         if self.flights:
             flight, slot, keys = self.flights.pop(number % len(self.flights))
-            flight.release()
+            flight.first_token(0.0, True)
+            flight.finish(0.0)
             self.ended.append((slot, keys))
             if twice:
-                flight.release()
+                flight.finish(0.0)
+
+    @rule(slot=SLOTS)
+    def apply_events(self, slot: int) -> None:
+        self.in_flight.compact(lambda of, keys: of == slot, 0.0)
+        self.ended = [each for each in self.ended if each[0] != slot and each[1]]
 
     @rule()
-    def settle(self) -> None:
-        self.in_flight.compact()
+    def wait(self) -> None:
+        self.in_flight.compact(never, ANNOUNCED_S)
         self.ended.clear()
 
     @rule(slot=SLOTS)
@@ -62,7 +75,7 @@ class InFlightAgainstLists(RuleBasedStateMachine):
     def release_what_was_forgotten(self) -> None:
         """The number may be another's by then."""
         for flight in self.of_forgotten:
-            flight.release()
+            flight.finish(0.0)
         self.of_forgotten.clear()
 
     @rule(path=PATHS)
@@ -92,7 +105,7 @@ TestInFlightAgainstLists = InFlightAgainstLists.TestCase
 TestInFlightAgainstLists.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_finished_prompt_stays_until_its_events_have_been_read() -> None:
+def test_a_finished_prompt_stays_until_the_map_has_its_end() -> None:
     in_flight, keys = InFlight(), chain([1, 2, 3])
     flight = in_flight.acquire(7, keys)
 
@@ -104,17 +117,48 @@ def test_a_finished_prompt_stays_until_its_events_have_been_read() -> None:
     assert in_flight.match(keys) == ({7: 3}, False)  # no more keys are in flight
     assert in_flight.match(chain([1, 2, 4])) == ({7: 2}, False)
 
-    in_flight.compact()
+    in_flight.compact(never, 2.0 + 0.9 * ANNOUNCED_S)  # other events have come, not those of the prompt
+    assert in_flight.match(keys) == ({7: 3}, False)
+
+    in_flight.compact(lambda slot, ends: (slot, ends) == (7, keys), 2.0)
     assert in_flight.match(keys) == ({}, False)
     assert len(in_flight) == 0
 
 
+def test_a_prompt_whose_events_do_not_come_leaves_in_time() -> None:
+    in_flight, keys = InFlight(), chain([1])
+    in_flight.acquire(0, keys, streamed=False).finish(2.0)
+
+    in_flight.compact(never, 2.0 + ANNOUNCED_S)
+
+    assert in_flight.match(keys) == ({}, False)
+
+
+def test_a_prompt_that_was_not_computed_leaves_at_once() -> None:
+    """Its client has left, or its worker has failed, before the first token."""
+    in_flight, keys = InFlight(), chain([1])
+    in_flight.acquire(0, keys).finish(2.0)
+
+    in_flight.compact(never, 2.0)
+
+    assert in_flight.match(keys) == ({}, False)
+
+
+def test_the_map_is_asked_by_the_keys_that_the_worker_announces() -> None:
+    in_flight, keys, ahead = InFlight(), chain([1, 2]), chain([2, 1])
+    in_flight.acquire(0, keys, ahead, streamed=False).finish(2.0)
+
+    in_flight.compact(lambda slot, ends: ends == ahead, 2.0)
+
+    assert in_flight.match(keys) == ({}, False)
+
+
 def test_the_number_of_finished_prompts_is_bounded_without_events() -> None:
     in_flight, keys = InFlight(), chain([1])
-    for _ in range(5000):
-        in_flight.acquire(0, keys).release()
+    for _ in range(3 * MOST_ENDED):
+        in_flight.acquire(0, keys, streamed=False).finish(0.0)
 
-    assert len(in_flight.ended) <= 4096
+    assert len(in_flight.ended) <= MOST_ENDED + 1
 
 
 def test_of_a_slot_with_states_only_whole_prompts_count() -> None:
@@ -125,11 +169,11 @@ def test_of_a_slot_with_states_only_whole_prompts_count() -> None:
     in_flight.acquire(8, keys)
     assert in_flight.match(keys[:3])[0] == {7: 2, 8: 3}
     assert in_flight.match(chain([1, 2, 3, 4, 5]))[0] == {7: 4, 8: 4}
-    short.release()
-    in_flight.compact()
+    short.finish(0.0)
+    in_flight.compact(never, ANNOUNCED_S)
     assert in_flight.match(keys[:3])[0] == {8: 3}
-    long.release()
-    in_flight.compact()
+    long.finish(0.0)
+    in_flight.compact(never, ANNOUNCED_S)
     assert in_flight.match(keys)[0] == {8: 4}
     in_flight.forget(7)
     assert in_flight.count_whole_prompts(7)

@@ -29,6 +29,7 @@ class FakeMap:
         self.slots: dict[int, list[int]] = {}
         self.refreshes: list[bool] = []
         self.is_read = True
+        self.has_prompts = False
 
     def refresh(self, force):
         self.refreshes.append(force)
@@ -47,6 +48,12 @@ class FakeMap:
 
     def holds(self, slot, keys, tokens):
         return self.held.get(slot, Tokens()).gpu >= tokens
+
+    def has_end(self, slot, keys):
+        return self.has_prompts
+
+    def keys_of(self, slot, prompt):
+        return prompt.keys
 
 
 @pytest.fixture
@@ -153,7 +160,7 @@ def test_blocks_of_unfinished_requests_are_held_before_their_events_come(strateg
 
     assert order(decision)[0] == B
     assert decision.ranking[0].matched_tokens == 992
-    lease.release()
+    lease.finish(0.0)  # before its first token
     assert strategy.rank(query, view).reason is RouteReason.KV_MISS
 
 
@@ -176,11 +183,14 @@ def test_waiting_events_are_applied_before_a_decision(strategy, caches, view) ->
 
 def test_a_finished_prompt_counts_until_events_have_been_read(strategy, caches, in_flight, view) -> None:
     query = asked()
-    in_flight.acquire(B, query.exact[0].keys).release()
+    in_flight.acquire(B, query.exact[0].keys, streamed=False).finish(0.0)
     caches.is_read = False
     assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 992
 
-    caches.is_read = True
+    caches.is_read = True  # but the events of this prompt are still on their way
+    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 992
+
+    caches.has_prompts = True
     assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 0
 
 
@@ -188,7 +198,7 @@ def test_the_next_turn_is_decided_with_all_events_of_the_last(strategy, caches, 
     """The blocks of its answer are not in the prompt that was in flight."""
     query = asked()
     keys = query.exact[0].keys
-    in_flight.acquire(B, keys[: len(keys) // 2]).release()
+    in_flight.acquire(B, keys[: len(keys) // 2], streamed=False).finish(0.0)
     caches.is_read = False
     caches.match = lambda prompt: {B: Tokens(gpu=800)} if caches.refreshes[-1] else {}
 

@@ -133,6 +133,16 @@ class LiveCaches:
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return self._index.holds(slot, keys, tokens)
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return self._index.has_end(slot, keys)
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        if not self._aheads:
+            return prompt.keys
+        known = self._places.get(slot)
+        ahead = 0 if known is None else known[1][0].ahead
+        return prompt.keys_ahead(ahead) if ahead else prompt.keys
+
 
 def with_rules(place: CachePlace, index: PrefixIndex) -> CachePlace:
     """The place of a slot with several KV cache groups, or whose engine drops a unit, with its rules."""

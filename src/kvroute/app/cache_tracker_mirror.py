@@ -85,6 +85,17 @@ class MirroredCaches:
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return self.mirror.blocks.holds(slot, keys, tokens)
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return self.mirror.blocks.has_end(slot, keys)
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        if not self._aheads:
+            return prompt.keys
+        ahead = next(
+            (place.ahead for places in self._places.values() for place in places if place.slot == slot), 0
+        )
+        return prompt.keys_ahead(ahead) if ahead else prompt.keys
+
     def on_message(self, message: Message) -> bool:
         """Apply a message of the other process; False if it does not concern the map."""
         match message:

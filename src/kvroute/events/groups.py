@@ -90,6 +90,11 @@ class OtherGroups:
         """The kinds of the groups that are understood, without repetitions."""
         return sorted({group.rule.kind.value for group in self._groups.values()})
 
+    def usable(self, keys: Sequence[BlockKey], tokens: int) -> int:
+        """The longest hit in the first `tokens` tokens if the group that covers the prefix has them all."""
+        groups = self._index.groups.slots.get(self._slot)
+        return tokens if groups is None else groups.usable(keys, tokens, tokens, False)
+
     def stored(self, event: BlockStored, repeats: bool, is_repairing: bool) -> None:
         """One of these groups stored blocks in GPU memory.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
-from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed
+from kvroute.blocks.keys import KEY_TOKENS, BlockKey, Tier, lookahead_seed, token_keys
 from kvroute.events.groups import WHOLE_PREFIX, OtherGroups
 from kvroute.events.holdings import (
     HeldBlocks,
@@ -88,6 +88,8 @@ class Ledger:
         self._group: int | None = None
         self._block_tokens = 0
         self._closed = False
+        self._root: tuple[BlockStored, bool] | None = None
+        """The last event of the batch, if it began at the start of a prompt, and whether it may repeat."""
 
     @property
     def orphan_blocks(self) -> int:
@@ -148,6 +150,8 @@ class Ledger:
         """
         # Releases that write arrays never repeat announcements (kv_cache_report_mode came with 0.32).
         may_repeat = batch.dialect != "array"
+        if not from_root:
+            self._root = None
         work, orphaned = 0, self.counts.orphaned
         for event in batch.events:
             if self._closed:
@@ -155,7 +159,7 @@ class Ledger:
             if isinstance(event, BlockStored):
                 blocks = len(event.block_hashes)
                 work += blocks + _EVENT_WEIGHT
-                repeats = may_repeat and (from_root or event.parent_block_hash is None)
+                repeats = may_repeat and self._may_repeat(event, from_root)
                 if blocks > PIECE_BLOCKS and is_divisible(event):
                     for piece in pieces_of(event, PIECE_BLOCKS):
                         self._stored(piece, repeats)
@@ -163,6 +167,7 @@ class Ledger:
                 elif not self._try_append(event):
                     self._stored(event, repeats)
             elif isinstance(event, BlockRemoved):
+                self._root = None
                 hashes, limit = event.block_hashes, PIECE_BLOCKS // _REMOVAL_WEIGHT
                 work += _REMOVAL_WEIGHT * len(hashes) + _EVENT_WEIGHT
                 if len(hashes) <= limit:
@@ -196,9 +201,10 @@ class Ledger:
         if self._closed:
             return False
         orphaned, try_append = self.counts.orphaned, self._try_append
+        self._root = None
         for event in cast("Sequence[BlockStored]", events):
             if not try_append(event):
-                self._stored(event, event.parent_block_hash is None)
+                self._stored(event, self._may_repeat(event))
         if self._pending.waiting:
             self._retry_pending(has_new_orphans=self.counts.orphaned > orphaned)
         return True
@@ -406,6 +412,51 @@ class Ledger:
         keys = keys_of(event, seed)
         self._placed(self._held.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
 
+    def _may_repeat(self, event: BlockStored, from_root: bool = False) -> bool:
+        """Whether the event may announce blocks again that the worker has announced before.
+
+        vLLM announces the blocks of a hit again for requests that ask for it (0.32,
+        `BlockPool.emit_cached_block_events`): from the start of the prompt to the end of the hit, once for
+        each group. So where this ledger knows all blocks and finds no such hit, the blocks are new copies.
+        Hybrid models have many: if one group has lost its blocks, the engine computes the whole prompt and
+        stores the blocks of the others twice.
+        """
+        before = self._root
+        if event.parent_block_hash is not None:
+            if from_root:
+                return before is None or before[1]
+            self._root = None
+            return False
+        if self.is_repairing or self._hashless or self.orphan_hashes or self.counts.refused:
+            return True
+        if before is not None and _begin_alike(before[0], event):
+            # The next group of the same request: by now the ledger has the blocks of the groups before it.
+            may_repeat = before[1]
+        else:
+            may_repeat = self._is_hit(event)
+        self._root = event, may_repeat
+        return may_repeat
+
+    def _is_hit(self, event: BlockStored) -> bool:
+        """Could a request find all tokens of the event, which begins at the start of a prompt?
+
+        True if that is unknown.
+        """
+        if tier_of(event.medium) is not Tier.GPU:
+            return True
+        tokens = event.token_ids
+        if not len(self._others):
+            holds = self._held.holds
+            for block_hash in event.block_hashes:  # noqa: SIM110 - this returns at the first one
+                if not holds(Tier.GPU, block_hash):
+                    return False
+            return True
+        extra = event.extra_keys
+        if self.lookahead or self.not_understood or (extra and any(len(entry or ()) > 1 for entry in extra)):
+            return True
+        keys = token_keys(tokens, root_seed(event))
+        return self.reach(keys) >= len(tokens) and self._others.usable(keys, len(tokens)) == len(tokens)
+
     def _stored_by_hash(self, hashes: Sequence[ExternalBlockHash], tier: Tier) -> None:
         """Blocks without tokens, which offloading connectors write: their hashes are known from another
         tier."""
@@ -549,6 +600,12 @@ class Ledger:
                         self._hashless.pop(key, None)
                     parent_key = key
                 hashes.extend(event.block_hashes)
+
+
+def _begin_alike(one: BlockStored, other: BlockStored) -> bool:
+    """Are these events of different groups for the same prompt, as far as both go?"""
+    both = min(len(one.token_ids), len(other.token_ids))
+    return one.group_idx != other.group_idx and one.token_ids[:both] == other.token_ids[:both]
 
 
 def _left_of(event: BlockRemoved, hashes: Sequence[ExternalBlockHash]) -> Sequence[int] | None:

@@ -1,14 +1,17 @@
 """The prompts of unfinished requests: per slot, how many leading keys another prompt shares with them.
 
 A worker holds the blocks of these prompts, or will hold them before the next request runs, even if it has not
-announced them yet, or the gateway has not read the announcement. The prompt of a finished request stays until
-the events have been read. Most prompts share nothing with another one in flight, so an entry is a reference
-to the prompt's keys; prompts with a common beginning are split into segments as in a radix tree.
+announced them yet, or the gateway has not read the announcement. An engine publishes its events from a thread
+of its own, so an answer can end before the events of its prompt arrive. So the prompt of a finished request
+stays until the cache map has its last block, for at most `ANNOUNCED_S`. Most prompts share nothing with
+another one in flight, so an entry is a reference to the prompt's keys; prompts with a common beginning are
+split into segments as in a radix tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -45,28 +48,45 @@ class _SlotEntry(Struct, eq=False, gc=False):
 
 _Segments = dict[int, _PathSegment]
 _NO_MATCH: Final[tuple[Mapping[int, int], bool]] = MappingProxyType({}), False
-_MOST_ENDED: Final = 4096
-"""Finished prompts after which `acquire` calls `compact`: a process without decisions of its own never
-does."""
+ANNOUNCED_S: Final = 1.0
+"""Time after a request's end by which the events of its prompt have arrived, or never will."""
+MOST_ENDED: Final = 256
+"""Finished prompts that are kept; `InFlight.compact` looks at each."""
 
 
 class Flight(Struct, eq=False):
-    """One prompt in flight; implements `fleet.load.ReservationListener`. Mutable: `release` and `leave`."""
+    """One prompt in flight; implements `fleet.load.ReservationListener`. Mutable: by itself and `leave`."""
 
     _segments: _Segments
     _entry: _SlotEntry
     _last: _PathSegment | None
     _ended: list[Flight]
-    _has_ended: bool = False
+    announced: Sequence[BlockKey]
+    """The keys under which the slot's blocks of the prompt come into the cache map."""
+    _is_computed: bool
+    _end: float | None = None
 
-    def release(self) -> None:
-        """The request is finished: the next `InFlight.compact` removes the prompt. Only the first call
+    @property
+    def slot(self) -> int:
+        return self._entry.slot
+
+    def first_token(self, now: float, is_first: bool) -> None:
+        """The worker has computed the prompt."""
+        self._is_computed = True
+
+    def finish(self, now: float) -> None:
+        """The request has ended: a later `InFlight.compact` removes the prompt. Only the first call
         counts."""
-        if self._has_ended or self._last is None:
+        if self._end is not None or self._last is None:
             return
-        self._has_ended = True
+        # The blocks of a prompt that was never computed will not be announced.
+        self._end = now if self._is_computed else -inf
         self._last.ended += 1
         self._ended.append(self)
+
+    def is_expected(self, now: float) -> bool:
+        """Of an ended request: can the events of its prompt still come?"""
+        return self._end is not None and now - self._end < ANNOUNCED_S and not self._entry.is_forgotten
 
     def leave(self) -> None:
         """Remove the prompt; for `InFlight.compact`."""
@@ -94,15 +114,9 @@ class Flight(Struct, eq=False):
                     del self._segments[segment.keys[segment.begin]]
             segment = segment.before
 
-    def first_token(self, now: float, is_first: bool) -> None:
-        """Does nothing: the prompt stays until the request is finished."""
-
-    def finish(self, now: float) -> None:
-        self.release()
-
 
 class InFlight:
-    """All prompts in flight. Mutable: `acquire`, `compact`, `forget` and each `Flight.release`.
+    """All prompts in flight. Mutable: `acquire`, `compact`, `forget` and each `Flight.finish`.
 
     Use it from the event loop only. A prompt that shares nothing with others takes about 1 us to acquire and
     release, and 0.2 us to match.
@@ -175,18 +189,30 @@ class InFlight:
             else:
                 del found[slot]
 
-    def acquire(self, slot: int, keys: Sequence[BlockKey]) -> Flight:
-        """A request with this prompt was sent to `slot`. Keeps `keys` without a copy: they must not
-        change."""
+    def acquire(
+        self,
+        slot: int,
+        keys: Sequence[BlockKey],
+        announced: Sequence[BlockKey] | None = None,
+        *,
+        streamed: bool = True,
+    ) -> Flight:
+        """A request with this prompt was sent to `slot`. Keeps `keys` without a copy: they must not change.
+
+        `announced`: the keys of the slot's blocks in the cache map, if they are others. `streamed`: a first
+        token will show that the prompt is computed.
+        """
         segments, entry = self._segments, self._slots.get(slot)
         if entry is None:
             entry = self._slots[slot] = _SlotEntry(slot)
-        if len(self.ended) >= _MOST_ENDED:
-            self.compact()
+        if len(self.ended) > MOST_ENDED:
+            self._keep(self.ended[-MOST_ENDED // 2 :])
+        if announced is None:
+            announced = keys
         try:
             first = keys[0]
         except IndexError:
-            return Flight(segments, entry, None, self.ended)
+            return Flight(segments, entry, None, self.ended, announced, not streamed)
         if entry.ends is not None:
             end = len(keys), keys[-1]
             entry.ends[end] = entry.ends.get(end, 0) + 1
@@ -195,13 +221,33 @@ class InFlight:
             last = segments[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
         else:
             last = self._attach(segment, slot, keys)
-        return Flight(segments, entry, last, self.ended)
+        return Flight(segments, entry, last, self.ended, announced, not streamed)
 
-    def compact(self) -> None:
-        """Remove the prompts of finished requests. Call this after the workers' events have been read."""
+    def compact(self, has_end: Callable[[int, Sequence[BlockKey]], bool], now: float) -> None:
+        """Remove the prompts of finished requests whose events have been applied, or will not come.
+
+        Call this after the workers' events have been read. `has_end(slot, keys)`: does the cache map have the
+        last block of a prompt (`CacheMap.has_end`)?
+        """
+        if not self.ended:
+            return
+        self._keep(
+            [
+                flight
+                for flight in self.ended
+                if flight.is_expected(now) and not has_end(flight.slot, flight.announced)
+            ]
+        )
+
+    def _keep(self, kept: Sequence[Flight]) -> None:
+        """Remove the finished prompts that are not in `kept`, a part of `ended` in the same order."""
+        if len(kept) == len(self.ended):
+            return
+        remaining = set(map(id, kept))
         for flight in self.ended:
-            flight.leave()
-        self.ended.clear()
+            if id(flight) not in remaining:
+                flight.leave()
+        self.ended[:] = kept
 
     def forget(self, slot: int) -> None:
         """The slot has left: remove its prompts. Later releases of its flights do nothing. Visits all

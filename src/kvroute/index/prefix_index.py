@@ -420,6 +420,21 @@ class PrefixIndex:
                         return True
         return False
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        """Whether the GPU memory of `slot` has the last whole block of a prompt; True if it has no whole one.
+
+        One lookup for each block size of the slot.
+        """
+        known = self._slots.get(slot)
+        whole = False
+        for holder in known.holders[Tier.GPU] if known is not None else ():
+            for stride, bit in holder.lanes.items():
+                if end := len(keys) // stride * stride:
+                    if self._tables[stride].has(bit, keys[end - 1]):
+                        return True
+                    whole = True
+        return not whole
+
     def size(self) -> IndexSize:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())

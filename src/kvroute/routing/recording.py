@@ -411,6 +411,13 @@ class _Inputs:
         """False: no decision asks for a single slot."""
         return False
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        """False: nothing is in flight."""
+        return False
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        return prompt.keys
+
 
 class _RecordedFlights:
     """`InFlight.match` for recorded prompts."""
@@ -421,7 +428,7 @@ class _RecordedFlights:
     def count_whole_prompts(self, slot: int) -> bool:
         return False  # the recorded matches are limited already
 
-    def compact(self) -> None:
+    def compact(self, has_end: object, now: float) -> None:
         """Nothing is in flight."""
 
 

@@ -29,6 +29,7 @@ from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import (
     CacheMap,
     Candidate,
+    ExactPrompt,
     Needs,
     NoMap,
     RouteDecision,
@@ -132,17 +133,22 @@ class _Reservations(NamedTuple):
     """Reservations that only some attempts have: a data-parallel rank, further prompts, exact prompts."""
 
     of_rank: Reservation | None
-    leases: Sequence[PinnedBlocks | Flight]
+    leases: Sequence[PinnedBlocks]
+    flights: Sequence[Flight]
 
     def first_token(self, now: float, is_first: bool) -> None:
         if self.of_rank is not None:
             self.of_rank.first_token(now)
+        for flight in self.flights:
+            flight.first_token(now, is_first)
 
     def finish(self, now: float) -> None:
         if self.of_rank is not None:
             self.of_rank.finish(now)
         for lease in self.leases:
             lease.release()
+        for flight in self.flights:
+            flight.finish(now)
 
 
 class _PrefillSample(Struct, frozen=True, gc=False):
@@ -357,7 +363,7 @@ class Router:
             slot, exact = None if held is None else held.slot, query.exact
             if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
                 # The usual case of `_secondary_reservations`, without the tuple.
-                dispatch.listener = self._in_flight.acquire(slot, exact[0].keys)
+                dispatch.listener = self._fly(slot, exact[0], streamed)
             else:
                 dispatch.listener = self._secondary_reservations(query, candidate, now)
         if query.session_key is not None and decision.handover is None:
@@ -451,15 +457,18 @@ class Router:
         """Reserve load of the rank, history blocks of further prompts, and cache blocks of exact prompts."""
         held, of_rank = candidate.held, None
         unit = candidate.worker.unit_of(candidate.rank)
-        leases: list[PinnedBlocks | Flight] = [
-            self._history.acquire(unit, prompt.keys) for prompt in query.prompts[1:]
-        ]
+        leases = [self._history.acquire(unit, prompt.keys) for prompt in query.prompts[1:]]
+        flights: list[Flight] = []
         if held is not None:
             if held.rank is not None:
                 of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)
             if held.slot is not None:
-                leases += [self._in_flight.acquire(held.slot, prompt.keys) for prompt in query.exact]
-        return _Reservations(of_rank, leases)
+                flights = [self._fly(held.slot, prompt, query.streamed) for prompt in query.exact]
+        return _Reservations(of_rank, leases, flights)
+
+    def _fly(self, slot: int, prompt: ExactPrompt, streamed: bool) -> Flight:
+        announced = self._caches.keys_of(slot, prompt)
+        return self._in_flight.acquire(slot, prompt.keys, announced, streamed=streamed)
 
     def replay_prompt(self, worker: Worker, keys: Sequence[BlockKey], rank: int | None = None) -> None:
         """Add a past prompt of the worker, or of one rank of it, to the history, as its most recent one.

@@ -163,6 +163,14 @@ class CacheMap(Protocol):
         """
         ...
 
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        """Whether the slot has the last whole block of a prompt: `PrefixIndex.has_end`."""
+        ...
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        """The keys under which the slot's blocks of the prompt come into the map."""
+        ...
+
 
 class NoMap:
     """The empty cache map of a gateway that does not follow caches."""
@@ -178,6 +186,12 @@ class NoMap:
 
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         return False
+
+    def has_end(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return False
+
+    def keys_of(self, slot: int, prompt: ExactPrompt) -> Sequence[BlockKey]:
+        return prompt.keys
 
 
 class Needs(StrEnum):

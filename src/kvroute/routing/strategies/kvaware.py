@@ -76,12 +76,12 @@ class KvAware:
             return self._by_load(query, view)
         exact, simple = query.exact, None
         if exact and self._caches.refresh(False):
-            self._in_flight.compact()
+            self._in_flight.compact(self._caches.has_end, now)
         if len(exact) == 1:
-            found = [self._find(exact[0])]
+            found = [self._find(exact[0], now)]
             simple = self._mapped(found[0], workers)
         else:
-            found = [self._find(prompt) for prompt in exact]
+            found = [self._find(prompt, now) for prompt in exact]
         if simple is not None:
             targets: Sequence[Worker] = workers
             held, totals, needs_load = simple
@@ -159,11 +159,11 @@ class KvAware:
         slot = worker.index if held.slot is None else held.slot
         return self._transfers.load(slot, held.tokens, now)
 
-    def _find(self, prompt: ExactPrompt) -> _Found:
+    def _find(self, prompt: ExactPrompt, now: float) -> _Found:
         in_flight, continues_finished = self._in_flight.match(prompt.keys)
         # The events of a finished request's answer may have arrived since the last refresh.
         if continues_finished and self._caches.refresh(True):
-            self._in_flight.compact()
+            self._in_flight.compact(self._caches.has_end, now)
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
 
