@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Test processes at a time: many tests wait for a process or a timer. The `load` tests run alone, after the
 # others.
 JOBS ?= 3
+# Processes that test with engines at a time, each with engines of its own: a test waits for one engine at a time,
+# and a file of tests stays in one process.
+ENGINE_JOBS ?= 2
 # Not traced: tests that bound the CPU time and memory of whole processes, and generated input.
 UNTRACED := tests/blackbox tests/fuzz
 # Bytecode is written even where the environment says not to: starts are several times faster with the bytecode
@@ -34,7 +37,8 @@ coverage: $(VENV)/.installed-dev ## measure lines and branches that the quick te
 	$(BIN)/coverage report
 
 test-engine: engine-venv ## CI's tests against real vLLM workers (CPU); installs the engine into .venv-engine
-	PREFILL_DECODE_REQUESTS=3 $(PYTEST) -m "engine and not full" tests/engine --durations=20 --durations-min=3
+	PREFILL_DECODE_REQUESTS=3 $(PYTEST) -n $(ENGINE_JOBS) --dist loadfile -m "engine and not full" tests/engine \
+	  --durations=20 --durations-min=3
 
 test-engine-all: engine-venv ## all tests against real vLLM workers [ARGS='--random-order SEED']
 	$(PYTEST) -m engine tests/engine --durations=20 --durations-min=3 $(ARGS)

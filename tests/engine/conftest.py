@@ -254,8 +254,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Let the pool start what the next tests need while this one runs."""
     pool = item.session.stash.get(POOL, None)
     if pool is not None:
-        place = item.session.items.index(item)
-        wanted = [kind for each in item.session.items[place : place + AHEAD] for kind in kinds_of(each)]
+        if hasattr(
+            item.config, "workerinput"
+        ):  # pytest-xdist: other processes run some of the session's tests
+            coming = [each for each in (item, nextitem) if each is not None]
+        else:
+            place = item.session.items.index(item)
+            coming = item.session.items[place : place + AHEAD]
+        wanted = [kind for each in coming for kind in kinds_of(each)]
         pool.want([*dict.fromkeys(wanted)][:MOST_ENGINES])
     return (yield)
 

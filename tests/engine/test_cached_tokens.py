@@ -88,3 +88,26 @@ async def test_a_common_system_prompt_does_not_pull_all_chats_to_one_worker(
             print(f"\nseed {seed}, common system prompt: computed {dict(computed)}, ratio {ratios[-1]:.2f}")
 
     assert max(ratios) <= 1.5
+
+
+@pytest.mark.parametrize("common_tokens", [0, pytest.param(COMMON_TOKENS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", SEED_SETS)
+async def test_kvaware_finds_the_hits_of_prefixaware(
+    seeds, common_tokens, chats_through, chat_shape, capsys
+) -> None:
+    """With and without a common system prompt."""
+    shape = replace(chat_shape, common_tokens=common_tokens)
+    ratios = []
+    for seed in seeds:
+        ours, theirs = [
+            sum(turn.cached_tokens for turn in await chats_through(strategy, seed, shape))
+            for strategy in ("kvaware", "prefixaware")
+        ]
+        ratios.append(ours / theirs)
+        with capsys.disabled():
+            print(
+                f"\nseed {seed}, {common_tokens} common tokens: kvaware finds {ours:,} cached tokens, "
+                f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
+            )
+
+    assert statistics.median(ratios) >= 0.97

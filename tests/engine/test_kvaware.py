@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -199,29 +199,6 @@ async def test_predictions_are_the_engines_own_figures(engines, start_gateway, w
     assert evictions > 100
     assert len(alone) >= 200
     assert exact[0] >= 0.99
-
-
-@pytest.mark.parametrize("common_tokens", [0, pytest.param(4 * BLOCK, marks=pytest.mark.full)])
-@pytest.mark.parametrize("seeds", SEED_SETS)
-async def test_kvaware_finds_the_hits_of_prefixaware(
-    seeds, common_tokens, chats_through, chat_shape, capsys
-) -> None:
-    """In both workloads of tests/engine/test_cached_tokens.py."""
-    shape = replace(chat_shape, common_tokens=common_tokens)
-    ratios = []
-    for seed in seeds:
-        ours, theirs = [
-            sum(turn.cached_tokens for turn in await chats_through(strategy, seed, shape))
-            for strategy in ("kvaware", "prefixaware")
-        ]
-        ratios.append(ours / theirs)
-        with capsys.disabled():
-            print(
-                f"\nseed {seed}, {common_tokens} common tokens: kvaware finds {ours:,} cached tokens, "
-                f"prefixaware {theirs:,} ({ratios[-1]:.3f})"
-            )
-
-    assert statistics.median(ratios) >= 0.97
 
 
 async def test_blocks_of_requests_that_bypassed_the_gateway_are_found(
