@@ -128,3 +128,16 @@ def test_the_last_token_of_an_answer_is_not_held_and_old_answers_are_dropped() -
         answers.add(1, key, 100, 10)  # type: ignore[arg-type]
     assert answers.by_unit[1][4999] == 109  # type: ignore[index]
     assert len(answers.by_unit[1]) == 4096
+
+
+def test_one_report_is_enough_where_another_worker_drops_the_unit() -> None:
+    units = learner()
+    for _ in range(3):
+        units.reported(0, Tokens(4 * UNIT), 3 * UNIT)
+    assert units.slots == {0}
+
+    assert units.reported(1, Tokens(4 * UNIT), 3 * UNIT)
+    assert units.slots == {0, 1}
+
+    units.reported(2, Tokens(4 * UNIT), 4 * UNIT)  # this one has shown that it drops nothing
+    assert not units.reported(2, Tokens(4 * UNIT), 3 * UNIT)
