@@ -145,7 +145,6 @@ async def test_a_paused_engine_gets_no_requests_until_it_is_resumed(engines, bef
         )
 
 
-@pytest.mark.full
 async def test_a_request_that_kills_two_engines_is_refused_when_it_comes_again(
     own_engines, before, prompt, report
 ) -> None:
