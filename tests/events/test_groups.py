@@ -173,6 +173,16 @@ def test_a_window_needs_the_blocks_before_the_end_of_the_hit_only() -> None:
     assert worker.hit(10) == 0
 
 
+def test_a_block_is_not_taken_for_one_that_its_event_leaves_out() -> None:
+    """The window's event comes before the one that names its block."""
+    worker = Worker("sliding_window", 3 * SIZE + 1)
+    worker.send(worker.stored(0, 0, 3), worker.stored(1, 0, 3))
+    worker.send(worker.stored(0, 3, 6, range(3, 4)), worker.stored(1, 3, 6))
+    assert worker.hit(6) == 4
+    worker.send(removed(0, 3))
+    assert worker.hit(6) == 3
+
+
 def test_a_state_serves_the_prompts_that_go_on_after_it() -> None:
     worker = Worker("mamba")
     worker.send(worker.stored(0, 0, 10, range(9, 10)), worker.stored(1, 0, 10))

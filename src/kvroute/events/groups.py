@@ -71,6 +71,8 @@ class OtherGroups:
         """The kinds of all groups that are not understood, by group."""
         self.has_parts = False
         """Whether events name parts of blocks (`--prefix-match-unit`)."""
+        self.whole_tokens = 0
+        """Tokens in a block of the group that covers the prefix; 0 before its first one. The owner sets it."""
         self._index = index
         self._slot = slot
         self._counts = counts
@@ -144,8 +146,10 @@ class OtherGroups:
     def _names(self, event: BlockStored) -> Sequence[BlockKey | None]:
         """The keys of the event's blocks, as far as they are known.
 
-        A block whose hash no other group has stands just before the next one that has a known place, or just
-        after the one before; without such blocks, the event's blocks are the last ones of its tokens.
+        If the event leaves out blocks (vLLM 0.32, `block_mask`), nothing in it says which ones it has. Blocks
+        of the size of the group that covers the prefix are named by that group's event of the same step. Of
+        larger ones, one whose hash no other group has stands just before the next one that has a known place,
+        or just after the one before; without such blocks, they are the last ones of the event's tokens.
         """
         names = [self._name_of(block_hash) for block_hash in event.block_hashes]
         if None not in names:
@@ -156,6 +160,8 @@ class OtherGroups:
             return names
         blocks = len(event.token_ids) // size
         if blocks < len(names) or blocks * size != len(event.token_ids):
+            return names
+        if blocks > len(names) and self.whole_tokens in (0, size):
             return names
         extra = event.extra_keys or ()
         if any(entry and (blocks != len(names) or len(entry) > 1) for entry in extra):

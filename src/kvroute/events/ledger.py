@@ -330,6 +330,7 @@ class Ledger:
     def begin_restore(self, group: int | None, block_tokens: int, lookahead: int = 0) -> None:
         """Start to restore a snapshot: calls of `restore` follow."""
         self._group, self._block_tokens, self.lookahead = group, block_tokens, lookahead
+        self._others.whole_tokens = block_tokens
 
     def restore(self, part: Part) -> None:
         """Restore one part of a snapshot; the parts come in the order of `dump`."""
@@ -397,7 +398,7 @@ class Ledger:
                 if size < self._block_tokens:
                     self.counts.passed_over += len(hashes)
                     return
-            self._block_tokens = size
+            self._block_tokens = self._others.whole_tokens = size
         parent = event.parent_block_hash
         if parent is None:
             parent_key, seed = None, root_seed(event)
