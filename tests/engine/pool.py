@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -92,6 +93,9 @@ class EngineKind:
     kernels_replaced: bool = False
     """Kernels that a CPU lacks are replaced by zeros (kernel_shim). The answers are noise; what is cached and
     reported is as ever."""
+    packages: tuple[str, ...] = ()
+    """Further packages, with their versions. They are installed for the engine alone, without those that they
+    need, and torchvision is made to load (media_shim). Only for engines that are started by themselves."""
     generates: bool = True
     """It answers `/v1/completions`; False for embeddings and the like."""
     core: int = 0
@@ -259,6 +263,25 @@ class Site:
             new.rename(folder)
         return folder
 
+    def packages_folder(self, packages: tuple[str, ...]) -> Path:
+        """A folder with these packages. The first call installs them."""
+        folder = self.folder / "packages"
+        if not folder.exists():
+            new = folder.with_name("packages.new")
+            pip = [
+                str(self.real.python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(new),
+            ]
+            subprocess.run([*pip, *packages], check=True, env=separate_environment(os.environ))
+            new.rename(folder)
+        return folder
+
     def process(self, kind: EngineKind, name: str) -> tuple[ChildProcess, str]:
         """The process of an engine, not started yet, and its URL."""
         cores = sorted(os.sched_getaffinity(0))
@@ -288,9 +311,12 @@ class Site:
         )
         venv = self.real if kind.is_real else self.forged
         env = vllm_environment(spec, separate_environment(os.environ)) | dict(kind.env)
+        paths = [env.get("PYTHONPATH", "")]
         if kind.kernels_replaced:
-            shims = [str(Path(__file__).with_name("kernel_shim")), env.get("PYTHONPATH", "")]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, shims))
+            paths.insert(0, str(Path(__file__).with_name("kernel_shim")))
+        if kind.packages:
+            paths[:0] = str(Path(__file__).with_name("media_shim")), str(self.packages_folder(kind.packages))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         argv = vllm_argv(spec, (str(venv.script("vllm")),))
         log = self.folder / "logs" / f"{name}-{port}.log"
         return ChildProcess(ChildSpec(name, argv, env, log), SystemClock()), spec.url

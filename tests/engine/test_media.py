@@ -1,7 +1,7 @@
 """Prompts with images on real engines: no hit is promised across different images, and repeats are exact.
 
-The engine's environment (deploy/assets/engine_cpu) lacks what vLLM imports for models with images: PyPI's
-torchvision does not load beside a torch for CPUs. Where it has been installed by hand, these tests run.
+The engine's environment (deploy/assets/engine_cpu) lacks what vLLM imports for models with images, so these
+engines get more packages, and a shim with which PyPI's torchvision loads beside a torch for CPUs (media_shim).
 KVROUTE_MODELS_SEED draws another workload.
 """
 
@@ -21,17 +21,11 @@ from tests.engine.conftest import both_routable
 from tests.engine.models import write_model
 from tests.engine.pool import EngineKind, Model
 
-from kvroute.deploy.engine_install import DEFAULT_PATH
-
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.full,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not [*(DEFAULT_PATH / "lib").glob("python3*/site-packages/torchvision")],
-        reason="the engine's environment has no torchvision",
-    ),
 ]
 
 SEED = os.environ.get("KVROUTE_MODELS_SEED", "1")
@@ -39,6 +33,12 @@ PATIENT = ("--set", "tokens.timeout_ms=5000", "--set", "tokens.max_timeout_ms=50
 REQUESTS, EXACT = 60, 0.99
 SIDE = 112
 """Pixels."""
+PACKAGES = (
+    "torchvision==0.28.0",  # for torch 2.13
+    "mistral_common==1.13.1",
+    "pydantic_extra_types==2.11.1",
+    "pycountry==26.2.16",
+)
 
 
 def _llava(folder) -> None:
@@ -54,6 +54,8 @@ LLAVA = EngineKind(
     blocks=200,
     max_model_len=1024,
     args=("--enable-scale-out", "--max-num-batched-tokens", "2048", "--limit-mm-per-prompt", '{"image":4}'),
+    packages=PACKAGES,
+    is_real=True,
 )
 QWEN2_VL = replace(LLAVA, model=Model("qwen2_vl", _qwen2_vl))
 

@@ -72,7 +72,7 @@ class OtherGroups:
         self.has_parts = False
         """Whether events name parts of blocks (`--prefix-match-unit`)."""
         self.whole_tokens = 0
-        """Tokens in a block of the group that covers the prefix; 0 before its first one. The owner sets it."""
+        """Tokens in a block of the group that covers the prefix; 0 before its first one. Set by the owner."""
         self._index = index
         self._slot = slot
         self._counts = counts

@@ -144,8 +144,8 @@ class LastUnits:
         if latest is None:
             latest = self._latest[slot] = deque(maxlen=_WINDOW)
         latest.append(found == other)
-        # Requests that race each other are often wrong by a unit, so a rule that has proved itself stays. The
-        # workers of a model mostly have the same drafter: if another one drops the unit, one report is enough.
+        # Requests that race each other are often wrong by a unit, so a rule that has proved itself stays.
+        # Most workers of a model have the same drafter: if another one drops the unit, one report is enough.
         others, least = sum(latest), _LEAST_OTHER
         if self.slots and slot not in self.slots:
             least = 1
