@@ -1,7 +1,7 @@
 """Prompts with images on real engines: no hit is promised across different images, and repeats are exact.
 
-The engine's environment (deploy/assets/engine_cpu) lacks what vLLM imports for models with images, so these
-engines get more packages, and a shim with which PyPI's torchvision loads beside a torch for CPUs (media_shim).
+The engine's environment (deploy/assets/engine_cpu) lacks what vLLM imports for models with images. So these
+engines get more packages, and a shim (media_shim): with it PyPI's torchvision loads beside a torch for CPUs.
 KVROUTE_MODELS_SEED draws another workload.
 """
 
