@@ -12,7 +12,10 @@ import httpx
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: the gateway's number and reason, the engine's number, the prompt's length, the worker."""
+    """One request: the gateway's number and reason, the engine's number, the prompt's length, the worker.
+
+    Strategies that predict nothing have the number 0.
+    """
 
     promised: int
     reason: str
@@ -94,7 +97,7 @@ class Workload:
         usage = answer.json()["usage"]
         self.log.append(
             Asked(
-                int(answer.headers["x-kvroute-hit-tokens"]),
+                int(answer.headers.get("x-kvroute-hit-tokens", 0)),
                 answer.headers["x-kvroute-reason"],
                 usage["prompt_tokens_details"]["cached_tokens"] or 0,
                 usage["prompt_tokens"],
