@@ -121,6 +121,8 @@ class Record(Struct, eq=False, gc=False):
     held: CandidateMatch | None = None
     """Where the matched tokens are, if the strategy reads a cache map."""
     attempts: int = 0
+    begun: int = 0
+    """Workers that have begun to compute the request, or its tokens, and failed."""
     status: int = 0
     first_byte: float | None = None
     ended_by: str = ""
