@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import field_validator
 
-from kvroute.fleet.worker import WorkerSpec
+from kvroute.fleet.worker import MOST_RANKS, WorkerSpec
 from kvroute.options import Options, Switch, option
 
 
@@ -241,6 +242,9 @@ def configured_sources(options: KvEventsOptions, spec: WorkerSpec) -> list[KvEve
     return sources
 
 
+_RANK: Final = re.compile(r"\d{1,4}", re.ASCII).fullmatch
+
+
 def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> list[KvEventSource]:
     """Parse an answer of `/kv_event_sources` (vLLM 0.32): sources by rank, with `*` for the worker's own
     host.
@@ -253,6 +257,8 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
         raise ValueError("too deeply nested") from error
     if not isinstance(page, dict):
         raise ValueError("not a map of event sources")
+    if len(page) > MOST_RANKS:
+        raise ValueError("too many ranks")
     host = urlsplit(spec.url).hostname or ""
     ports = {_port(endpoint): index for index, endpoint in enumerate(options.bind)}
     sources = []
@@ -262,7 +268,7 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
         if not described.get("enable_kv_cache_events", True):
             continue
         endpoint, replay = described.get("endpoint"), described.get("replay_endpoint")
-        if not isinstance(endpoint, str) or not rank.isdigit():
+        if not isinstance(endpoint, str) or not _RANK(rank):
             raise ValueError("an event source has a rank and an endpoint")
         has_replay = isinstance(replay, str) and replay and described.get("buffer_steps", 1)
         topic = described.get("topic")

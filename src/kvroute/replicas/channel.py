@@ -294,6 +294,9 @@ class Channel:
         except Exception:  # one bad envelope must not end the sharing
             log.exception("handling an envelope of the fleet failed")
 
+    def on_too_large(self, size: int) -> None:
+        self._refuse(Refused(Refusal.TOO_LARGE, f"it has {size} bytes"))
+
     def on_up(self) -> None:
         self._up_at = self._clock.now()
         if self._refusal is None:
@@ -346,9 +349,13 @@ class Channel:
         if envelope.is_signed and envelope.to == self.id:
             member.is_believed, member.unproven = True, 0
         for message in messages:
+            # The messages after one that fails are not sent again.
             try:
                 self._apply(member, envelope, message)
-            except Exception:  # the messages after it are not sent again
+            except ValueError as error:
+                text = f"{type(message).__name__}: {error}"
+                self._refuse(Refused(Refusal.MALFORMED, text, member.sender))
+            except Exception:
                 log.exception("handling a message of %s failed", member.name)
 
     def _has_wrong_number(self, member: Member, envelope: Envelope) -> bool:
