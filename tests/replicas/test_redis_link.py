@@ -186,7 +186,7 @@ async def test_a_message_that_is_too_large_is_not_kept_and_the_next_one_arrives(
 
 @pytest.mark.parametrize("data", [b"*1\r\n" * 2, b"*17\r\n", b"$" + b"1" * 5000, b"x\r\n", b"$x\r\n"])
 def test_answers_that_no_subscriber_gets_are_refused(data):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         AnswerReader(100).feed(data, lambda _: None)
 
 
