@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import field_validator
 
+from kvroute.answers import LIMIT
 from kvroute.fleet.worker import MOST_RANKS, WorkerSpec
+from kvroute.json_values import check_values
 from kvroute.options import Options, Switch, option
 
 
@@ -242,6 +244,7 @@ def configured_sources(options: KvEventsOptions, spec: WorkerSpec) -> list[KvEve
     return sources
 
 
+_MAX_SOURCES_BYTES: Final = 1 << 20
 _RANK: Final = re.compile(r"\d{1,4}", re.ASCII).fullmatch
 
 
@@ -251,6 +254,7 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
 
     Raises ValueError if the answer has another form. Ranks without ZMQ events are left out.
     """
+    check_values(body)
     try:
         page = json.loads(body)
     except RecursionError as error:
@@ -294,7 +298,11 @@ async def find_sources(
         return sources
     try:
         async with asyncio.timeout(options.discovery_timeout_s):
-            answer = await client.get(spec.url + "/kv_event_sources", timeout=options.discovery_timeout_s)
+            answer = await client.get(
+                spec.url + "/kv_event_sources",
+                timeout=options.discovery_timeout_s,
+                extensions={LIMIT: _MAX_SOURCES_BYTES},
+            )
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return None
     if answer.status_code in (404, 405):

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, NewType
 from kvroute.fleet.foreign import EngineFigures, ForeignLoad
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.sleep import SleepFacts
+from kvroute.json_values import check_values
 
 WorkerId = NewType("WorkerId", str)
 """Stable name of a worker: configured, or `host:port` of its URL with its path, whose slashes are dots."""
@@ -466,6 +467,7 @@ def parse_models(body: bytes) -> ModelsPage:
     Raises ValueError if the body is not a model list. Cards without a name, or with one of more than 512
     characters, are skipped, and all after the first thousand.
     """
+    check_values(body)
     try:
         page = json.loads(body)
     except RecursionError as error:
