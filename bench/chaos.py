@@ -1,16 +1,20 @@
 """Break one part of a gateway's surroundings every five seconds; check answers, gauges and the cache map.
 
     python bench/chaos.py [--seconds 600] [--seed 1] [--load 0.7] [--strategy kvaware] [--no-baseline]
+                          [--faults poison asleep ...]
 
-Seven simulated workers (processes that publish KV events), a gateway of three processes, and a Redis, all on
-127.0.0.1. Each fault ends within four seconds, and one worker at most is affected at any time. The same
-traffic first goes through the same fleet without faults; `--no-baseline` leaves this run out. The exit code
-is 1 if a bound is missed:
+Seven simulated workers (processes that publish KV events), a gateway of three processes, another gateway of
+the same fleet, and a Redis, all on 127.0.0.1. Each fault ends within some four seconds. Requests that kill
+their workers take two workers, back-pressure comes from all, all other faults affect one worker at most
+(`chaos_faults.py`). The same traffic first goes through the same fleet without faults; `--no-baseline` leaves
+this run out. The exit code is 1 if a bound is missed:
 
 - A request that has not begun its answer ends in success or in 429, 503 or 504 within 30 s, apart from those
-  inside a killed gateway process.
+  inside a killed gateway process, and 502 for those that were at both workers that another request killed.
 - Each answer has the bytes that the simulator must give, or breaks off after a part of them with a stated
   error.
+- No more than two workers begin to compute one request, its client's repetitions included.
+- No process of the gateway has more than `MOST_MB` of memory.
 - Afterwards all gauges are zero, no worker has a request, and one second after the last fault the map of
   every gateway process is equal to the workers' own caches.
 - Goodput in completed tokens is at least 95% of the run without faults.
@@ -22,11 +26,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import re
-import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -37,148 +38,22 @@ from typing import Any
 
 import httpx
 
-from chaos_setting import (
-    ADMIN_KEY,
-    KEYS,
-    LOADED,
-    PROCESSES,
-    REFUSED,
-    WORKERS,
-    Killed,
-    Setting,
-    has_sockets,
-    setting,
-    until,
-)
-from chaos_traffic import FAILURES, MODEL, UNTIMED, Limits, Outcome, Planned, Traffic, send
+from chaos_faults import FAULTS, LASTS_S, PERIOD_S, break_things
+from chaos_setting import KEYS, PROCESSES, WORKERS, Setting, setting, until
+from chaos_traffic import FAILURES, MODEL, UNTIMED, End, Limits, Outcome, Planned, Traffic, send
 from kvroute.blocks.keys import CacheSpace, block_keys
 from kvroute.sim.prompts import chat_tokens, encode
 
-PERIOD_S = 5.0
-LASTS_S = 3.0
-"""A fault ends this long after its beginning; a killed process needs up to a second more to start."""
 MEAN_REQUEST_S = 0.5
 """About 27 tokens of 14 ms, and the prefill."""
 LEAST_GOODPUT = 0.95
+MOST_BEGUN = 2
+MOST_MB = 400
+"""About 120 without faults."""
 SETTLED_S = 240.0
 """The longest wait for gauges and map; the report has the time that they took."""
 PROBED = 60
 """Prompts whose place in the map is compared with the workers' caches."""
-
-
-# --- faults -----------------------------------------------------------------------------------------------
-
-
-async def kill(made: Setting, worker: int) -> None:
-    await made.workers[worker].kill()
-    await asyncio.sleep(LASTS_S / 3)
-    await made.workers[worker].start()
-    await asyncio.sleep(2 * LASTS_S / 3)
-
-
-async def hang(made: Setting, worker: int) -> None:
-    made.workers[worker].send_signal(signal.SIGSTOP)
-    try:
-        await asyncio.sleep(LASTS_S)
-    finally:
-        made.workers[worker].send_signal(signal.SIGCONT)
-
-
-async def reset(made: Setting, worker: int) -> None:
-    for after in (0, 3, 9, None):
-        await made.fault(worker, kind="reset", count=1, after_chunks=after)
-        await asyncio.sleep(LASTS_S / 4)
-    await made.no_fault(worker)
-
-
-async def slow(made: Setting, worker: int) -> None:
-    await made.fault(worker, kind="slow", count=None, delay_s=1.5)
-    await asyncio.sleep(LASTS_S)
-    await made.no_fault(worker)
-
-
-async def errors(made: Setting, worker: int) -> None:
-    await made.fault(worker, kind="status", count=None, status=500 if worker % 2 else 503)
-    await asyncio.sleep(LASTS_S)
-    await made.no_fault(worker)
-
-
-async def lose_events(made: Setting, worker: int) -> None:
-    await made.fault(worker, kind="drop_events", count=None)
-    await asyncio.sleep(LASTS_S)
-    await made.no_fault(worker)
-
-
-async def flap(made: Setting, worker: int) -> None:
-    made.write_workers(without=worker)
-    await asyncio.sleep(LASTS_S)
-    made.write_workers()
-
-
-async def reload(made: Setting, worker: int) -> None:
-    """Other keys; then a configuration with another strategy, an invalid one, and a valid one again."""
-    made.write_keys()
-    made.write_config(strategy="roundrobin")
-    await made.reload(LOADED)
-    await asyncio.sleep(LASTS_S / 3)
-    made.write_invalid_config()
-    await made.reload(REFUSED)
-    await asyncio.sleep(LASTS_S / 3)
-    made.write_config()
-    await made.reload(LOADED)
-
-
-async def redis_away(made: Setting, worker: int) -> None:
-    await made.redis.kill()
-    await asyncio.sleep(LASTS_S)
-    await made.redis.start()
-
-
-async def kill_process(made: Setting, worker: int) -> None:
-    loop = asyncio.get_running_loop()
-    killed = Killed(loop.time())
-    made.kills.append(killed)
-    pid = made.process_ids()[worker % PROCESSES]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    # A process needs a core to end, and its listening sockets accept connections until then.
-    while has_sockets(pid):  # noqa: ASYNC110 - another process's state
-        await asyncio.sleep(0.01)
-    killed.gone_s = loop.time()
-    await asyncio.sleep(max(0.0, killed.at_s + LASTS_S - loop.time()))
-
-
-FAULTS = {
-    "kill": kill,
-    "hang": hang,
-    "reset": reset,
-    "slow first byte": slow,
-    "5xx burst": errors,
-    "event loss": lose_events,
-    "discovery flap": flap,
-    "config reload": reload,
-    "redis away": redis_away,
-    "gateway process killed": kill_process,
-}
-
-
-async def break_things(made: Setting, seed: int, seconds: float) -> None:
-    """One fault every `PERIOD_S`, each kind once before one comes again."""
-    random, loop = Random(seed), asyncio.get_running_loop()
-    began, queue = loop.time(), list[str]()
-    number = 0
-    while (number + 1) * PERIOD_S <= seconds:
-        queue = queue or random.sample(list(FAULTS), len(FAULTS))
-        name, worker = queue.pop(), random.randrange(WORKERS)
-        await asyncio.sleep(max(0.0, began + number * PERIOD_S + 0.5 - loop.time()))
-        print(f"{loop.time() - began:6.1f} s  {name} (w{worker})", file=sys.stderr, flush=True)
-        made.faults.append(name)
-        await FAULTS[name](made, worker)
-        made.ended_s = loop.time()
-        number += 1
-
-
-# --- checks -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -196,22 +71,29 @@ class Report:
     map_blocks: int
     killed_within_s: float
     """Longest time from the signal to the end of a killed gateway process."""
+    most_begun: int
+    """Workers that began to compute one request."""
+    begun_twice: int
+    """Requests that two workers began to compute."""
+    peak_mb: int
     problems: list[str]
 
 
 async def run(
-    strategy: str, sequences: int, planned: Sequence[Planned], seed: int, seconds: float, limits: Limits
+    options: argparse.Namespace, planned: Sequence[Planned], seconds: float, limits: Limits
 ) -> Report:
     """Send the traffic, with faults for `seconds` (0: none), and check everything."""
+    strategy, seed = options.strategy, options.seed
+    kinds = {name: FAULTS[name] for name in options.faults or FAULTS}
     loop = asyncio.get_running_loop()
-    async with setting(strategy, sequences) as made:
+    async with setting(strategy, options.sequences) as made:
         began = loop.time()
 
         async def one(each: Planned) -> Outcome:
             await asyncio.sleep(max(0.0, began + each.at_s - loop.time()))
-            return await send(made.port, each, made.kills, limits)
+            return await send(made.port, each, made.kills, made.lethal, limits)
 
-        breaking = asyncio.create_task(break_things(made, seed, seconds))
+        breaking = asyncio.create_task(break_things(made, seed, seconds, kinds))
         outcomes = await asyncio.gather(*(one(each) for each in planned))
         await breaking
         made.ended_s = made.ended_s or loop.time()
@@ -248,6 +130,13 @@ async def run(
             if zero_s is None:
                 problems += last
         problems += made.problems
+        begun, peak_mb = made.begun(), made.peak_mb()
+        most = max(begun.values(), default=0)
+        problems += [
+            f"{times} workers began to compute {name}" for name, times in begun.items() if times > MOST_BEGUN
+        ]
+        if peak_mb > MOST_MB:
+            problems.append(f"a process of the gateway has had {peak_mb} MB of memory")
         if problems:
             made.keep_log()
         counts = Counter(outcome.end.value for outcome in outcomes)
@@ -261,6 +150,9 @@ async def run(
             comparisons,
             blocks,
             max((killed.gone_s - killed.at_s for killed in made.kills), default=0.0),
+            most,
+            sum(times == 2 for times in begun.values()),
+            peak_mb,
             problems,
         )
 
@@ -297,7 +189,6 @@ async def busy(made: Setting, clients: Sequence[httpx.AsyncClient]) -> list[str]
     """What is not zero: requests in flight, reservations of each process, requests at the workers. Also
     workers that are not healthy, and a configuration that is not the last one."""
     found = []
-    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
     for number, client in enumerate(clients):
         page = (await client.get("/metrics")).text
         for name in (
@@ -308,7 +199,7 @@ async def busy(made: Setting, clients: Sequence[httpx.AsyncClient]) -> list[str]
             for line in page.splitlines():
                 if re.match(name + r"[ {]", line) and float(line.rsplit(" ", 1)[1]):
                     found.append(f"process {number}: {line}")
-        workers = (await client.get("/admin/workers", headers=admin)).json()["workers"]
+        workers = (await client.get("/admin/workers", headers=made.admin)).json()["workers"]
         found += [
             f"process {number}: {worker['id']} has {name} {worker[name]}"
             for worker in workers
@@ -322,7 +213,7 @@ async def busy(made: Setting, clients: Sequence[httpx.AsyncClient]) -> list[str]
         ]
         if len(workers) != WORKERS:
             found.append(f"process {number} has {len(workers)} workers")
-        config = (await client.get("/admin/config", headers=admin)).json()
+        config = (await client.get("/admin/config", headers=made.admin)).json()
         if config["retries"]["budget_percent"] != made.budget_percent:
             found.append(f"process {number} has another configuration: {config['in_force']}")
     for number in range(WORKERS):
@@ -343,9 +234,8 @@ async def compare(
         state = (await made.control.get(f"{made.url(number)}/sim/cache")).json()
         caches[f"w{number}"], size = set(state["keys"]), state["block_size"]
     found, held = [], sum(map(len, caches.values()))
-    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
     for number, client in enumerate(clients):
-        described = (await client.get("/admin/index", headers=admin)).json()["caches"]
+        described = (await client.get("/admin/index", headers=made.admin)).json()["caches"]
         if described.get("held_blocks") != held:
             found.append(f"process {number}: {described.get('held_blocks')} blocks in the map, {held} cached")
         for body in bodies:
@@ -374,7 +264,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[str], dict[str, Any
     problems: list[str] = []
     limits = UNTIMED if options.untimed else Limits()
     for name, seconds in [*runs, ("faults", options.seconds)]:
-        report = await run(options.strategy, options.sequences, planned, options.seed, seconds, limits)
+        report = await run(options, planned, seconds, limits)
         found[name] = {
             each: getattr(report, each) for each in Report.__dataclass_fields__ if each != "problems"
         }
@@ -385,6 +275,8 @@ async def measure(options: argparse.Namespace) -> tuple[list[str], dict[str, Any
                 f"the map differed from the caches a second after the last fault; until {after_s} s"
             )
         print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    found["wrong answers"] = found["faults"]["ends"].get(End.WRONG.value, 0)
+    found["most workers that began one request"] = found["faults"]["most_begun"]
     if runs:
         found["goodput"] = found["faults"]["tokens"] / found["fault-free"]["tokens"]
         if found["goodput"] < LEAST_GOODPUT:
@@ -403,6 +295,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--untimed", action="store_true", help="judge no times: of requests, and when the map is equal"
     )
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), help="only these")
     parser.add_argument("--json", action="store_true")
     return parser
 

@@ -1,4 +1,4 @@
-"""The processes of the chaos run: simulated workers, Redis and the gateway, with the files that they read."""
+"""The processes of the chaos run: simulated workers, Redis and gateways, with the files that they read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 
 import httpx
 import yaml
+from redis.asyncio import Redis
 
 START_S = 240.0
 """The longest wait for a start and for a reload: a machine may be very busy."""
@@ -29,6 +31,7 @@ WORKERS = 7
 PROCESSES = 3
 KEYS = ["sk-chaos-a", "sk-chaos-b", "sk-chaos-c"]
 ADMIN_KEY = "chaos-admin-key"
+SHARING_KEY = "chaos-sharing-key-of-all-members"
 
 
 LOADED = "the configuration is loaded again; changed"
@@ -124,8 +127,16 @@ class Setting:
     """A client of the workers' control APIs."""
     config: dict[str, dict[str, Any]]
     """The gateway's configuration, without later changes."""
+    sequences: int
+    """Requests at a time of one worker."""
+    redis_port: int
+    neighbour: Child
+    """Another gateway of the fleet, of one process, to which no traffic goes."""
+    neighbour_url: str
     problems: list[str] = field(default_factory=list)
     kills: list[Killed] = field(default_factory=list)
+    lethal: list[Killed] = field(default_factory=list)
+    """From the first try of a request that kills workers until they are started again."""
     faults: list[str] = field(default_factory=list)
     ended_s: float = 0.0
     """When the last fault ended, or the traffic without faults."""
@@ -135,6 +146,39 @@ class Setting:
 
     def url(self, worker: int) -> str:
         return f"http://127.0.0.1:{self.ports[worker]}"
+
+    @property
+    def gateway_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {ADMIN_KEY}"}
+
+    def redis_client(self) -> Redis:
+        return Redis(port=self.redis_port)
+
+    async def ask(self, body: dict[str, Any]) -> httpx.Response:
+        """Send a completion of the first client on a connection of its own."""
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+            headers = {"authorization": f"Bearer {KEYS[0]}"}
+            return await client.post(f"{self.gateway_url}/v1/completions", json=body, headers=headers)
+
+    def begun(self) -> Counter[str]:
+        """How often a worker has begun to compute each request, by the request's id."""
+        found = Counter[str]()
+        for worker in self.workers:
+            found.update(re.findall(r"begins request '(.*)'", worker.log.read_text(errors="replace")))
+        return found
+
+    def peak_mb(self) -> int:
+        """The most memory that a living process of the gateway has had."""
+        peaks = [0]
+        for pid in self.process_ids():
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                peaks += [int(found) // 1024 for found in re.findall(r"VmHWM:\s+(\d+) kB", status)]
+        return max(peaks)
 
     def write_workers(self, without: int | None = None) -> None:
         listed = [{"id": f"w{n}", "url": self.url(n)} for n in range(WORKERS) if n != without]
@@ -176,6 +220,15 @@ class Setting:
         if await until(is_logged, START_S) is None:
             self.problems.append(f"after SIGHUP there is no line {outcome!r} in the log")
 
+    async def start_worker(self, worker: int) -> None:
+        """Start a worker that was killed, and wait until it answers."""
+        await self.workers[worker].start()
+
+        async def answers() -> bool:
+            return (await self.control.get(f"{self.url(worker)}/health")).is_success
+
+        await until(answers, START_S)
+
     async def fault(self, worker: int, **fields: Any) -> None:
         await self.control.post(f"{self.url(worker)}/sim/faults", json=fields)
 
@@ -192,6 +245,15 @@ class Setting:
         text = (self.folder / "gateway.log").read_text(errors="replace")
         newest = dict(re.findall(r"process (\d) of \d has pid (\d+)", text))
         return [int(newest[number]) for number in sorted(newest)]
+
+
+def error_code(answer: httpx.Response) -> str | None:
+    """The code of an error object; None if there is none."""
+    try:
+        code: str = answer.json()["error"]["code"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return code
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -212,7 +274,7 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
         raise SystemExit("the chaos run needs redis-server (Debian: apt install redis-server)")
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        port, redis_port, *ports = free_ports(2 + 3 * WORKERS)
+        port, redis_port, neighbour_port, *ports = free_ports(3 + 3 * WORKERS)
         ports, event_ports, replay_ports = (ports[start::3] for start in range(3))
         kvroute = [sys.executable, "-m", "kvroute"]
         workers = [
@@ -221,6 +283,7 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
                     *(*kvroute, "sim", "--port", str(each), "--max-sequences", str(sequences)),
                     *("--event-endpoint", f"tcp://127.0.0.1:{events}"),
                     *("--replay-endpoint", f"tcp://127.0.0.1:{replay}"),
+                    "--log-requests",
                 ],
                 folder / f"worker-{each}.log",
             )
@@ -256,22 +319,44 @@ async def setting(strategy: str, sequences: int) -> AsyncIterator[Setting]:
             "admission": {"max_concurrent": 2 * sequences, "max_wait_s": 15.0},
             "tokens": {"timeout_ms": 1000.0},
             "kv_events": {"idle_check_s": 0.5, "probe": {"interval_s": 0.5}},
+            "sharing": {"url": f"redis://127.0.0.1:{redis_port}/0", "key": SHARING_KEY, "fleet": "chaos"},
             "lmcache": {"l2": {"redis_url": f"redis://127.0.0.1:{redis_port}/0"}},
             "upstream": {"first_byte_timeout_s": 20.0, "idle_timeout_s": 20.0},
             "retries": {"statuses": [500, 503]},
         }
         gateway = Child([*kvroute, "serve", "--config", str(folder / "config.yaml")], folder / "gateway.log")
+        neighbour = Child(
+            [
+                *(*kvroute, "serve", "--config", str(folder / "config.yaml")),
+                *("--port", str(neighbour_port), "--processes", "1"),
+            ],
+            folder / "neighbour.log",
+        )
         control = await stack.enter_async_context(httpx.AsyncClient(timeout=10, trust_env=False))
-        made = Setting(folder, ports, workers, redis, gateway, port, control, config)
+        made = Setting(
+            folder,
+            ports,
+            workers,
+            redis,
+            gateway,
+            port,
+            control,
+            config,
+            sequences,
+            redis_port,
+            neighbour,
+            f"http://127.0.0.1:{neighbour_port}",
+        )
         made.write_config()
         made.write_workers()
         made.write_keys()
         for child in (*workers, redis):
             stack.push_async_callback(child.kill)
             await child.start()
-        await gateway.start()
-        stack.push_async_callback(gateway.kill, signal.SIGTERM)
-        await until_ready(gateway, PROCESSES, WORKERS)
+        for child, processes in ((gateway, PROCESSES), (neighbour, 1)):
+            await child.start()
+            stack.push_async_callback(child.kill, signal.SIGTERM)
+            await until_ready(child, processes, WORKERS)
         yield made
 
 

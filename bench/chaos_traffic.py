@@ -53,6 +53,7 @@ class End(Enum):
     REFUSED = "refused with 429, 503 or 504"
     BROKEN = "broke off after its beginning, with a stated error"
     KILLED = "inside the killed gateway process"
+    LOST = "lost with both workers that another request killed"
     WRONG = "wrong bytes"
     LATE = "no end within the deadline"
     UNSTATED = "an error that is not stated"
@@ -82,12 +83,14 @@ def words(random: Random, count: int) -> str:
 
 
 class Traffic:
-    """Makes requests: turns of conversations, chats and completions, streamed or not. Mutable: the turns."""
+    """Makes requests: turns of conversations, chats and completions, streamed or not. Mutable: the turns, and
+    how many were made."""
 
     def __init__(self, seed: int, keys: list[str]) -> None:
         self._random = Random(seed)
         self._keys = keys
         self._system = words(self._random, 120)
+        self._made = 0
         self._live: list[list[dict[str, Any]]] = [[] for _ in range(CONVERSATIONS)]
 
     def plan(self, rate: float, seconds: float) -> list[Planned]:
@@ -103,7 +106,14 @@ class Traffic:
         key = random.choice(self._keys)
         streamed = random.random() < 0.6
         kind = random.random()
-        body: dict[str, Any] = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True, "stream": streamed}
+        self._made += 1
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": streamed,
+            "request_id": f"chaos-{self._made}",
+        }
         if streamed and random.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
         if kind < 0.2:
@@ -124,8 +134,10 @@ class Traffic:
         return Planned(at_s, "/v1/chat/completions", {**body, "messages": messages}, text, tokens, key)
 
 
-async def send(port: int, planned: Planned, kills: Sequence[Killed], limits: Limits) -> Outcome:
-    """Send one request on its own connection."""
+async def send(
+    port: int, planned: Planned, kills: Sequence[Killed], lethal: Sequence[Killed], limits: Limits
+) -> Outcome:
+    """Send one request on its own connection. `lethal`: times at which requests killed workers."""
     loop = asyncio.get_running_loop()
     sent_s = loop.time()
     received = bytearray()
@@ -143,6 +155,10 @@ async def send(port: int, planned: Planned, kills: Sequence[Killed], limits: Lim
         whole = b"\r\n\r\n" in received
         if not whole or text_of(planned, bytes(received))[0] is not None:
             return Outcome(End.KILLED, sent_s, now, detail=detail)
+    # The gateway cannot know which of a lost worker's requests has killed it.
+    is_lethal = any(killed.ended(sent_s, now, limits.notice_s) for killed in lethal)
+    if is_lethal and end is End.UNSTATED and detail.startswith("status 502, code"):
+        return Outcome(End.LOST, sent_s, now, detail=detail)
     return Outcome(end, sent_s, now, planned.tokens if end is End.COMPLETE else 0, detail)
 
 

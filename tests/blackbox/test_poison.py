@@ -229,3 +229,30 @@ async def test_all_processes_refuse_the_body(serve) -> None:
 
         assert codes == [LOST] * 8
         assert sum(worker.begun for worker in workers) == 2
+
+
+async def test_a_worker_that_dies_while_it_tokenizes_the_prompt_counts(serve, sim) -> None:
+    """The gateway asks workers for a prompt's tokens where it has no tokenizer: they read the body, too."""
+    urls = [await sim("--events", own=True) for _ in range(5)]
+    named = [part for url in urls for part in ("--worker", url)]
+    gateway = await serve(*named, "--strategy", "kvaware")
+    await gateway.logged("come from: remote")
+    async with httpx.AsyncClient(timeout=20.0) as client:
+        for url in urls:
+            fault = {"kind": "kill", "marker": MARKER, "count": None, "delay_s": 0}
+            assert (await client.post(f"{url}/sim/faults", json=fault)).status_code == 200
+        body = {"model": "sim-model", "prompt": f"{MARKER} {'word ' * 40}", "max_tokens": 1}
+        answers = [await client.post(f"{gateway.url}/v1/completions", json=body) for _ in range(3)]
+        innocent = {**body, "prompt": "hi"}
+        other = await client.post(f"{gateway.url}/v1/completions", json=innocent)
+        dead = 0
+        for url in urls:
+            try:
+                await client.get(f"{url}/health")
+            except httpx.ConnectError:
+                dead += 1
+
+    assert dead == 2
+    assert [answer.status_code for answer in answers] == [502, 502, 502]
+    assert answers[-1].json()["error"]["code"] == LOST
+    assert other.status_code == 200

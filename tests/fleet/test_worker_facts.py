@@ -12,6 +12,7 @@ from kvroute.fleet.worker import (
     MetricsPage,
     parse_metrics,
     parse_models,
+    release_of,
     same_cards,
 )
 
@@ -169,3 +170,21 @@ def test_tokens_from_other_engines_count_from_the_first_read_and_across_restarts
     totals = [(fetched := fetched.after(counter)).total for counter in (1000, 1600, 1600, 200, 300)]
 
     assert totals == [0, 600, 600, 800, 900]
+
+
+@pytest.mark.parametrize(
+    "figure", ["9" * 400, "9" * 5000, "-" + "9" * 400, "-1", "NaN", "+Inf", "-Inf", "1e308"]
+)
+def test_figures_without_bounds_are_not_believed(figure: str) -> None:
+    """A start that is NaN would be a new one at each page, and a capacity of 400 digits is no float."""
+    label = f'{{engine="0",block_size="{figure}",num_gpu_blocks="{figure}",kv_cache_size_tokens="{figure}"}}'
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success_total")
+    lines = [f"process_start_time_seconds {figure}", f"vllm:cache_config_info{label} 1.0"]
+    page = parse_metrics("\n".join([*lines, *(f'vllm:{name}{{a="b"}} {figure}' for name in names)]).encode())
+
+    assert (page.start_time, page.capacity_tokens, page.block_size) == (None, None, None)
+    assert (page.running, page.waiting, page.kv_usage, page.ended) == (0, 0, 0.0, 0)
+
+
+def test_a_release_of_many_digits_is_no_error() -> None:
+    assert (release_of(f"{'9' * 5000}.1.0") or ())[1:] == (1, 0)

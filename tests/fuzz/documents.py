@@ -23,7 +23,7 @@ from kvroute.tierd.http import BadRequest, parse_call
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _DEADLINE_S = 5.0
-_ODD_YAML = (
+ODD_YAML = (
     b": ", b"- ", b"\n", b"  ", b"\t", b"{", b"[", b"]", b"&a ", b"*a", b"!!python/object:os.system ", b"<<: ", b"|", b">",
     b"'", b'"', b"#", b"%", b"@", b"`", b"? ", b"null", b"~", b"yes", b".nan", b".inf", b"-1", b"0x10", b"1_000",
     b"99999999999999999999", b"2001-01-01", b"\x00", b"\xff", b"\xef\xbb\xbf", b"---\n", b"...\n", b"[" * 300,
@@ -59,7 +59,7 @@ class _Documents:
         self.rng = rng = random.Random(seed)
         self.last = b""
         self._file = folder / "kvroute.yaml"
-        self._yaml, self._call = Mutator(rng, _ODD_YAML), Mutator(rng, _ODD_CALL)
+        self._yaml, self._call = Mutator(rng, ODD_YAML), Mutator(rng, _ODD_CALL)
         self._cases = Cases(seed)
         files = [(file.name, file.read_bytes()) for file in sorted(_CONFIGS.glob("*.yaml"))]
         self._specs = [data for _, data in files if b"\nkind:" in data]

@@ -63,14 +63,14 @@ CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 DEADLINE_S = 5.0
 """For one frame; the largest takes some milliseconds."""
 
-_ODD = (
+ODD_BINARY = (
     b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
     b"\xdc\xff\xff", b"\xde\xff\xff", b"\xc9\xff\xff\xff\xff\x01", b"\xc1", b"\xc0", b"\xc2", b"\x90", b"\x80",
     b"\xcb\x7f\xf8\0\0\0\0\0\0", b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff", b"\xd3\x80\0\0\0\0\0\0\0", b"\xa4type",
     b"\xacBlockRemoved", b"\xd9\xff", b"\xa2\xff\xfe", b"\x91" * 1000, b"\x81\xa1a" * 500, b"\xc7\x08\xff" + bytes(8),
     b"\xd6\xff\xff\xff\xff\xff", b"\xabBlockStored", b"\xb0AllBlocksCleared",
 )  # fmt: skip
-_ODD_JSON = (
+ODD_JSON = (
     b"null", b"-1", b"1e999", b"99999999999999999999", b"[]", b"{}", b'"\\ud800"', b"\xff", b'"', b"[" * 2000,
     b'{"a":' * 1000, b"NaN", b"true", b'""', b"0.5", b"18446744073709551615",
 )  # fmt: skip
@@ -204,7 +204,7 @@ class Frames:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.last: bytes = b""
-        self._binary, self._json = Mutator(rng, _ODD), Mutator(rng, _ODD_JSON)
+        self._binary, self._json = Mutator(rng, ODD_BINARY), Mutator(rng, ODD_JSON)
         self._events = event_payloads(rng)
         self._controller_messages = _controller_messages()
         self._reports, self._registrations = _coordinator_bodies()

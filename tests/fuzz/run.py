@@ -21,14 +21,17 @@ from pathlib import Path
 import uvloop
 from tests.fuzz.control import fuzz_control
 from tests.fuzz.documents import fuzz_documents
+from tests.fuzz.envelopes import fuzz_envelopes
 from tests.fuzz.frames import fuzz_frames
 from tests.fuzz.lanes import PROFILES, Report, fuzz_requests
+from tests.fuzz.probes import fuzz_probes
 from tests.fuzz.served import fuzz_served
 
 _REQUESTS, _SERVED, _FRAMES, _DOCUMENTS = 4096, 2048, 25_000, 2000
+_ENVELOPES, _PROBES = 5000, 5000
 """Inputs in one process's turn."""
 _SERVED_SHARE = 0.02
-_PARTS = ("requests", "served", "frames", "documents", "control")
+_PARTS = ("requests", "served", "frames", "envelopes", "probes", "documents", "control")
 
 
 def turn(part: str, inputs: int, seed: int, folder: Path) -> tuple[Report, int]:
@@ -42,6 +45,10 @@ def turn(part: str, inputs: int, seed: int, folder: Path) -> tuple[Report, int]:
             report = uvloop.run(fuzz_served(inputs, seed, profile, folder=folder))
         case "frames":
             report = uvloop.run(fuzz_frames(inputs, seed, folder=folder))
+        case "envelopes":
+            report = uvloop.run(fuzz_envelopes(inputs, seed, folder=folder))
+        case "probes":
+            report = uvloop.run(fuzz_probes(inputs, seed, folder=folder))
         case "documents":
             report = fuzz_documents(inputs, seed, folder=folder)
         case _:
@@ -57,6 +64,8 @@ def turns(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
         "control": (options.examples, options.examples),
         "served": (int(options.requests * _SERVED_SHARE), _SERVED),
         "documents": (options.documents, _DOCUMENTS),
+        "envelopes": (options.envelopes, _ENVELOPES),
+        "probes": (options.probes, _PROBES),
         "requests": (options.requests, _REQUESTS),
         "frames": (options.frames, _FRAMES),
     }
@@ -102,6 +111,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1_000_000, help="through both lanes; 2%% more by TCP")
     parser.add_argument("--frames", type=int, default=1_000_000, help="event frames and LMCache's messages")
     parser.add_argument("--documents", type=int, default=20_000, help="specs, configurations, bodies")
+    parser.add_argument("--envelopes", type=int, default=100_000, help="messages of the fleet through Redis")
+    parser.add_argument("--probes", type=int, default=100_000, help="answers to probes; files")
     parser.add_argument("--examples", type=int, default=50, help="schemathesis: for each operation")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing new is begun after that")

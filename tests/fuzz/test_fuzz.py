@@ -9,8 +9,10 @@ from tests.fuzz import worker
 from tests.fuzz.cases import Case
 from tests.fuzz.control import fuzz_control
 from tests.fuzz.documents import fuzz_documents
+from tests.fuzz.envelopes import fuzz_envelopes
 from tests.fuzz.frames import fuzz_frames
 from tests.fuzz.lanes import PROFILES, Report, fuzz_requests, lanes
+from tests.fuzz.probes import fuzz_probes
 from tests.fuzz.served import fuzz_served
 
 SAVED = sorted((Path(__file__).parent.parent / "data" / "fuzz").glob("*.json"))
@@ -56,6 +58,20 @@ async def test_mutated_frames(tmp_path: Path) -> None:
 
 def test_mutated_documents(tmp_path: Path) -> None:
     clean(fuzz_documents(300, SEED, folder=tmp_path), 300)
+
+
+async def test_mutated_envelopes(tmp_path: Path) -> None:
+    report = await fuzz_envelopes(1500, SEED, folder=tmp_path)
+
+    clean(report, 1500)
+    assert min(report.outcomes[outcome] for outcome in ("read", "refused", "answers read")) > 50
+
+
+async def test_mutated_answers_to_probes_and_files(tmp_path: Path) -> None:
+    report = await fuzz_probes(1500, SEED, folder=tmp_path)
+
+    clean(report, 1500)
+    assert min(report.outcomes[outcome] for outcome in ("worker: passed", "kubernetes: read")) > 30
 
 
 async def test_the_control_plane_matches_its_openapi_description() -> None:

@@ -91,6 +91,21 @@ async def test_many_requests_are_written_before_the_timer_fires(monkeypatch: pyt
     assert written.getvalue().count("\n") == 10_000
 
 
+async def test_a_record_that_cannot_be_written_costs_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written, metrics = access_log(monkeypatch), Metrics()
+    journal = await journal_of(metrics, log_requests=True)
+
+    for request_id in (b"first", b"no text: \xff", b"last"):
+        journal.finished(Record(request_id, "/p", 9.0), 9.5)
+    journal.flush()
+
+    assert [line.split()[3] for line in written.getvalue().splitlines()] == ["first", "last"]
+    assert [entry["request_id"] for entry in journal.decisions(5)] == ["last", "first"]
+    assert "recording 1 requests failed" in caplog.text
+
+
 async def test_lines_come_in_order_with_the_time_at_which_each_request_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -490,6 +490,18 @@ async def test_invented_members_leave_room_for_those_that_have_the_key(bus, cloc
         assert other.channel.counts.refused[Refusal.TOO_LARGE] > 1900
 
 
+async def test_one_who_has_no_key_cannot_fill_the_log(two, caplog):
+    """Neither with many goodbyes in one envelope nor by going and coming back."""
+    _, other = two
+    before, said = len(other.listener.links), len(caplog.records)
+    with caplog.at_level("INFO"):
+        for seq in range(1, 200):
+            other.channel.on_data(invented(bytes(8), Leaving(), Leaving(), seq=seq))
+
+    assert other.listener.links[before:].count(("lost", bytes(8).hex())) == 199
+    assert len(caplog.records) - said < 10
+
+
 async def test_an_envelope_of_very_many_messages_is_refused_undecoded(two):
     _, other = two
     payload = msgspec.msgpack.encode([Finished(1)] * 200_000)

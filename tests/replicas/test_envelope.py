@@ -19,7 +19,14 @@ from kvroute.replicas.envelope import (
     unpack,
 )
 from kvroute.replicas.mesh import encode_frame
-from kvroute.replicas.messages import Finished, FirstToken, Hello, RecentPrompts
+from kvroute.replicas.messages import (
+    Dispatched,
+    Finished,
+    FirstToken,
+    Hello,
+    RecentPrompts,
+    SessionForgotten,
+)
 
 KEY = b"a secret of all members"
 
@@ -139,3 +146,19 @@ def test_one_envelope_may_be_larger_than_the_queue():
 
     assert queue.add(outgoing(1, size=50)) == 0
     assert queue.take().seq == 1
+
+
+def test_a_text_that_is_no_utf8_costs_its_own_message_only() -> None:
+    payload = bytearray(msgspec.msgpack.encode([SessionForgotten("ab"), FirstToken(7)]))
+    place = payload.index(b"ab")
+    payload[place] = 0xFF
+
+    assert decode_payload(bytes(payload)) == ([FirstToken(7)], 1)
+
+
+@pytest.mark.parametrize("tokens", [-1, -(2**63), 10**18])
+def test_a_dispatch_with_an_absurd_number_of_tokens_is_refused(tokens: int) -> None:
+    good = Dispatched(1, "m", "w", "session", "r", True, 0.1, 5, 0, True, [], [], None, None, None)
+    bad = msgspec.structs.replace(good, tokens=tokens)
+
+    assert decode_payload(msgspec.msgpack.encode([bad, good])) == ([good], 1)

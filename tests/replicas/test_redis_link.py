@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 import redis
 from pydantic import SecretStr
 from redis.asyncio.connection import Connection
 from tests.support.waiting import until
 
+from kvroute.replicas.envelope import MAX_ENVELOPE_BYTES
 from kvroute.replicas.options import SharingOptions
-from kvroute.replicas.redis_link import RedisLink
+from kvroute.replicas.redis_link import AnswerReader, RedisLink
 
 
 class Owner:
@@ -21,6 +23,10 @@ class Owner:
         self.waiting: list[tuple[bytes, bytes]] = []
         self.received: list[bytes] = []
         self.states: list[str] = []
+        self.too_large: list[int] = []
+
+    def on_too_large(self, size):
+        self.too_large.append(size)
 
     def next_command(self):
         return self.waiting.pop(0) if self.waiting else None
@@ -160,6 +166,28 @@ async def test_bytes_that_are_no_answer_end_the_link_and_it_is_made_again():
         await until(lambda: owner.received)
 
     assert owner.received == [b"again"]
+
+
+async def test_a_message_that_is_too_large_is_not_kept_and_the_next_one_arrives():
+    """Anybody who can write to the Redis can publish 512 MB."""
+    server, owner = Server(), Owner()
+    size = 3 * MAX_ENVELOPE_BYTES
+
+    async with linked(server, owner):
+        await until(lambda: server.subscribers)
+        (subscriber,) = server.subscribers
+        subscriber.write(b"*3\r\n$7\r\nmessage\r\n$3\r\nall\r\n$%d\r\n%b\r\n" % (size, bytes(size)))
+        subscriber.write(b"*3\r\n$7\r\nmessage\r\n$3\r\nall\r\n$4\r\nnext\r\n")
+        await until(lambda: owner.received)
+
+    assert owner.too_large == [size]
+    assert owner.received == [b"next"]
+
+
+@pytest.mark.parametrize("data", [b"*1\r\n" * 2, b"*17\r\n", b"$" + b"1" * 5000, b"x\r\n", b"$x\r\n"])
+def test_answers_that_no_subscriber_gets_are_refused(data):
+    with pytest.raises(ValueError, match=r"."):
+        AnswerReader(100).feed(data, lambda _: None)
 
 
 async def test_redis_py_has_the_private_name_that_the_link_uses():

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,15 +293,21 @@ _SIM_DEFAULTS = SimOptions()
     show_default=True,
     help="Number of received requests, with bodies, that GET /sim/requests returns.",
 )
+@click.option(
+    "--log-requests", is_flag=True, help="Print the body's request_id of each request that the engine gets."
+)
 def sim(
     models: tuple[str, ...],
     served_names: tuple[str, ...],
     more_names: tuple[str, ...],
     loras: tuple[str, ...],
     events: bool,
+    log_requests: bool,
     **values: object,
 ) -> None:
     """Parse the flags and serve until SIGINT or SIGTERM."""
+    if log_requests:
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     if more_names and not served_names:
         raise click.UsageError(f"Got an unexpected argument ({more_names[0]}).")
     if served_names:  # vLLM takes several values after one flag

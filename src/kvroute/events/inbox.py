@@ -2,8 +2,8 @@
 
 `ConnectedInbox` connects to a worker's PUB socket and reads it without libzmq: libzmq reads in a thread of
 its own, which wakes the event loop, which then asks libzmq for one frame after the other. That cost four
-times as much as applying a batch. `Listener` binds a socket that workers connect to and reads it with libzmq;
-replays are read with libzmq too, because no request waits for them.
+times as much as applying a batch. `Listener` binds a socket that workers connect to. Replays are read with
+libzmq, because no request waits for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,14 +19,10 @@ from math import inf
 from typing import Final
 from urllib.parse import urlsplit
 
-import zmq
-import zmq.asyncio
-
 from kvroute.errors import WireError
 from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.wire.zmq import (
     GREETING,
-    MAX_MESSAGE_BYTES,
     MessageReader,
     check_greeting,
     command,
@@ -54,6 +51,13 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _PING_BYTES: Final = 16
 """Longest context of a PING, which the PONG repeats (ZMTP 3.1)."""
 _READ_BYTES: Final = 65_536
+_BACKLOG: Final = 100
+_MAX_PEERS: Final = 1024
+"""Connections of a `Listener`: some for each rank of each worker."""
+_UNSHARED_BYTES: Final = 1 << 20
+"""An incomplete message up to this size does not count for `_MAX_HELD_BYTES`."""
+_MAX_HELD_BYTES: Final = 192 * 1024 * 1024
+"""Of all incomplete messages of a `Listener` together: three of the longest ones."""
 
 
 def _accept_none(messages: Sequence[Frames], deadline: float) -> int:
@@ -270,7 +274,7 @@ class ConnectedInbox(Inbox):
                 more = False
                 messages = self._reader.feed(data)
                 if self._reader.commands:
-                    self._handle_commands(self._socket)
+                    _handle_commands(self._reader, self._socket)
                 topic = self._topic
                 if topic:  # a publisher may send other topics; libzmq's subscribers check again as well
                     messages = [frames for frames in messages if frames[0].startswith(topic)]
@@ -321,11 +325,7 @@ class ConnectedInbox(Inbox):
             except OSError as error:
                 last = error
                 continue
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send the subscription without delay
+            _keep_alive(sock)
             return sock
         raise last
 
@@ -341,38 +341,59 @@ class ConnectedInbox(Inbox):
 
     async def _subscribe(self, sock: socket.socket) -> None:
         """Make the handshake and send the subscription. Raises OSError, WireError."""
-        await self._loop.sock_sendall(sock, GREETING)
-        greeting = b""
-        while len(greeting) < len(GREETING):
-            greeting += await self._recv(sock)
-        check_greeting(greeting)
-        await self._loop.sock_sendall(sock, ready())
-        self._reader = reader = MessageReader()
-        data = greeting[len(GREETING) :]
-        while True:
-            if data and reader.feed(data):
-                raise WireError("a message before the handshake is done")
-            if reader.commands:
-                break
-            data = await self._recv(sock)
-        self._handle_commands(sock)
-        await self._loop.sock_sendall(sock, subscription_to(self._topic))
+        self._reader = await _handshake(self._loop, sock, self._topic)
 
-    async def _recv(self, sock: socket.socket) -> bytes:
-        data = await self._loop.sock_recv(sock, _READ_BYTES)
+
+async def _handshake(loop: asyncio.AbstractEventLoop, sock: socket.socket, topic: bytes) -> MessageReader:
+    """Make the handshake with a publisher and subscribe to `topic`. Raises OSError, WireError.
+
+    Without security both sides do the same, so it does not matter which one has connected.
+    """
+
+    async def received() -> bytes:
+        data = await loop.sock_recv(sock, _READ_BYTES)
         if not data:
             raise ConnectionResetError("closed in the handshake")
         return data
 
-    def _handle_commands(self, sock: socket.socket) -> None:
-        for body in self._reader.commands:
-            name, rest = split_command(body)
-            if name == b"PING":
-                with contextlib.suppress(BlockingIOError):
-                    sock.send(command(b"PONG", rest[2 : 2 + _PING_BYTES]))
-            elif name == b"ERROR":
-                raise WireError(f"the publisher refuses the connection: {rest[1:]!r}")
-        self._reader.commands.clear()
+    await loop.sock_sendall(sock, GREETING)
+    greeting = b""
+    while len(greeting) < len(GREETING):
+        greeting += await received()
+    check_greeting(greeting)
+    await loop.sock_sendall(sock, ready())
+    reader = MessageReader()
+    data = greeting[len(GREETING) :]
+    while True:
+        if data and reader.feed(data):
+            raise WireError("a message before the handshake is done")
+        if reader.commands:
+            break
+        data = await received()
+    _handle_commands(reader, sock)
+    await loop.sock_sendall(sock, subscription_to(topic))
+    return reader
+
+
+def _handle_commands(reader: MessageReader, sock: socket.socket) -> None:
+    """Answer a publisher's commands. Raises WireError if it refuses the connection."""
+    for body in reader.commands:
+        name, rest = split_command(body)
+        if name == b"PING":
+            with contextlib.suppress(BlockingIOError):
+                sock.send(command(b"PONG", rest[2 : 2 + _PING_BYTES]))
+        elif name == b"ERROR":
+            raise WireError(f"the publisher refuses the connection: {rest[1:]!r}")
+    reader.commands.clear()
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Notice a host that disappears; send small messages without delay."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _address_of(endpoint: str) -> str | tuple[str, int]:
@@ -413,31 +434,22 @@ class Listener:
     """A SUB socket that workers connect to (`endpoint` without `*` in their configuration).
 
     The topic says which worker's stream a message belongs to. `endpoint` is the address that was bound.
-    Mutable: `unread` counts messages under topics without an inbox.
+    Mutable: its connections; `unread` counts messages under topics without an inbox.
     """
 
-    # The socket does not show which worker's connection breaks. A restart of a worker shows in the sequence
-    # numbers, or in the check of a quiet stream.
+    # A restart of a worker shows in the sequence numbers, or in the check of a quiet stream. libzmq is not
+    # used: it keeps all frames of a message, however many there are, until the last one comes.
 
-    def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, queue: int, poller: SocketPoller | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, queue: int, poller: SocketPoller | None = None) -> None:
+        """Bind. Raises OSError, and WireError for an address that cannot be bound."""
         self.unread = 0
         self._poller = poller
         self._queue = queue
         self._inboxes: dict[bytes, SharedInbox] = {}
-        self._socket = context.socket(zmq.SUB)
-        try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.RCVHWM, queue)
-            self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-            self._socket.bind(endpoint)
-        except zmq.ZMQError:
-            self._socket.close(linger=0)
-            raise
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._peers: dict[asyncio.Task[None], MessageReader | None] = {}
+        """The connections, and what each has of an incomplete message."""
+        self._has_warned = False
+        self._socket, self.endpoint, self._path = _bound(endpoint)
 
     def inbox(self, topic: str) -> SharedInbox:
         """Receive the messages under exactly this topic from now on; a second inbox replaces the first."""
@@ -454,16 +466,105 @@ class Listener:
 
     async def run(self, slicer: TimeSlicer) -> None:
         """Receive messages; ends only by cancellation."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                sock, _ = await loop.sock_accept(self._socket)
+                if len(self._peers) >= _MAX_PEERS:
+                    sock.close()
+                    continue
+                task = asyncio.create_task(self._serve(sock, slicer), name=f"KV events at {self.endpoint}")
+                self._peers[task] = None
+                task.add_done_callback(self._peers.pop)
+        finally:
+            tasks = list(self._peers)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, sock: socket.socket, slicer: TimeSlicer) -> None:
+        """Read one connection until it ends."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        try:
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                _keep_alive(sock)
+            async with asyncio.timeout(_HANDSHAKE_S):
+                reader = self._peers[task] = await _handshake(loop, sock, b"")
+            await self._receive(reader, sock, slicer)
+        except (OSError, TimeoutError) as error:
+            log.debug("KV events at %s: %s", self.endpoint, error)
+        except WireError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("KV events at %s cannot be read: %s", self.endpoint, error)
+        finally:
+            sock.close()
+
+    async def _receive(self, reader: MessageReader, sock: socket.socket, slicer: TimeSlicer) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            # While messages are available, `recv_multipart` does not yield to the loop.
-            if slicer.exhausted():
-                await slicer.yield_to_loop()
-            frames = await self._socket.recv_multipart()
-            inbox = self._inboxes.get(frames[0])
-            if inbox is None:
-                self.unread += 1
-            else:
-                inbox.put((frames,))
+            data = await loop.sock_recv(sock, _READ_BYTES)
+            if not data:
+                return
+            for frames in reader.feed(data):
+                # While data is available, `sock_recv` does not yield to the loop.
+                if slicer.exhausted():
+                    await slicer.yield_to_loop()
+                inbox = self._inboxes.get(frames[0])
+                if inbox is None:
+                    self.unread += 1
+                else:
+                    inbox.put((frames,))
+            if reader.commands:
+                _handle_commands(reader, sock)
+            if reader.held_bytes > _UNSHARED_BYTES:
+                held = sum(each.held_bytes for each in self._peers.values() if each is not None)
+                if held > _MAX_HELD_BYTES:
+                    raise WireError(f"incomplete messages of {held} bytes")
 
     def close(self) -> None:
-        self._socket.close(linger=0)
+        self._socket.close()
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _bound(endpoint: str) -> tuple[socket.socket, str, str | None]:
+    """A listening socket at a ZMQ address, the address that was bound, and the file to remove at the end.
+
+    Raises OSError, WireError.
+    """
+    file = None
+    if endpoint.startswith("ipc://"):
+        path = _address_of(endpoint)
+        assert isinstance(path, str)
+        if not path.startswith("\0"):
+            file = path
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # as libzmq does: a process that was killed leaves it behind
+        sock, bound = socket.socket(socket.AF_UNIX), endpoint
+        try:
+            sock.bind(path)
+        except OSError:
+            sock.close()
+            raise
+    else:
+        scheme, _, rest = endpoint.partition("://")
+        host, _, port = rest.rpartition(":")
+        if scheme != "tcp" or not host or not (port.isdecimal() or port == "*"):
+            raise WireError(f"{endpoint!r} is not an endpoint to bind: tcp://HOST:PORT or ipc://PATH")
+        number = 0 if port == "*" else int(port)
+        if host == "*":
+            is_dual = socket.has_dualstack_ipv6()
+            family, address = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "0.0.0.0")
+        else:
+            address = host.strip("[]")
+            family, is_dual = (socket.AF_INET6 if ":" in address else socket.AF_INET), False
+        sock = socket.create_server((address, number), family=family, dualstack_ipv6=is_dual)
+        shown = f"[{address}]" if family is socket.AF_INET6 else sock.getsockname()[0]
+        bound = f"tcp://{shown}:{sock.getsockname()[1]}"
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    return sock, bound, file

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
-from kvroute.errors import ConfigError
+from kvroute.errors import ConfigError, WireError
 from kvroute.events.holdings import LedgerCounts
 from kvroute.events.inbox import ConnectedInbox, Inbox, Listener
 from kvroute.events.intake import StreamCounts
@@ -231,10 +231,11 @@ class EventIngest:
         self._context = zmq.asyncio.Context()
         for number, endpoint in enumerate(self._options.bind):
             try:
-                listener = Listener(self._context, endpoint, self._options.queue_messages, self._poller)
-            except zmq.ZMQError as error:
+                listener = Listener(endpoint, self._options.queue_messages, self._poller)
+            except (OSError, WireError) as error:
                 self.close()
-                raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {error.strerror}") from error
+                why = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {why}") from error
             self._listeners.append(listener)
         self._ready.set()
 

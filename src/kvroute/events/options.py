@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import field_validator
 
-from kvroute.fleet.worker import WorkerSpec
+from kvroute.answers import LIMIT
+from kvroute.fleet.worker import MOST_RANKS, WorkerSpec
+from kvroute.json_values import check_values
 from kvroute.options import Options, Switch, option
 
 
@@ -241,18 +244,25 @@ def configured_sources(options: KvEventsOptions, spec: WorkerSpec) -> list[KvEve
     return sources
 
 
+_MAX_SOURCES_BYTES: Final = 1 << 20
+_RANK: Final = re.compile(r"\d{1,4}", re.ASCII).fullmatch
+
+
 def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> list[KvEventSource]:
     """Parse an answer of `/kv_event_sources` (vLLM 0.32): sources by rank, with `*` for the worker's own
     host.
 
     Raises ValueError if the answer has another form. Ranks without ZMQ events are left out.
     """
+    check_values(body)
     try:
         page = json.loads(body)
     except RecursionError as error:
         raise ValueError("too deeply nested") from error
     if not isinstance(page, dict):
         raise ValueError("not a map of event sources")
+    if len(page) > MOST_RANKS:
+        raise ValueError("too many ranks")
     host = urlsplit(spec.url).hostname or ""
     ports = {_port(endpoint): index for index, endpoint in enumerate(options.bind)}
     sources = []
@@ -262,7 +272,7 @@ def parse_sources(body: bytes, options: KvEventsOptions, spec: WorkerSpec) -> li
         if not described.get("enable_kv_cache_events", True):
             continue
         endpoint, replay = described.get("endpoint"), described.get("replay_endpoint")
-        if not isinstance(endpoint, str) or not rank.isdigit():
+        if not isinstance(endpoint, str) or not _RANK(rank):
             raise ValueError("an event source has a rank and an endpoint")
         has_replay = isinstance(replay, str) and replay and described.get("buffer_steps", 1)
         topic = described.get("topic")
@@ -288,7 +298,11 @@ async def find_sources(
         return sources
     try:
         async with asyncio.timeout(options.discovery_timeout_s):
-            answer = await client.get(spec.url + "/kv_event_sources", timeout=options.discovery_timeout_s)
+            answer = await client.get(
+                spec.url + "/kv_event_sources",
+                timeout=options.discovery_timeout_s,
+                extensions={LIMIT: _MAX_SOURCES_BYTES},
+            )
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return None
     if answer.status_code in (404, 405):

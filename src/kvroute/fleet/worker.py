@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from math import isfinite
 from typing import Final, NamedTuple, NewType
 
 from kvroute.fleet.foreign import EngineFigures, ForeignLoad
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.sleep import SleepFacts
+from kvroute.json_values import check_values
 
 WorkerId = NewType("WorkerId", str)
 """Stable name of a worker: configured, or `host:port` of its URL with its path, whose slashes are dots."""
@@ -83,6 +83,8 @@ class WorkerSpec:
 _AWAKE = SleepFacts()
 _ROLES = {role.value: role for role in WorkerRole}
 _PLATEAU_PAGES = 3
+MOST_TOKENS = 10**12
+"""Largest figure of a worker's metrics that is believed, a date included."""
 MOST_RANKS = 256
 """Data-parallel ranks of one worker that are counted: each has a part of the route history."""
 _RANK_DIGITS = 6
@@ -389,7 +391,7 @@ SALTED_SINCE = (0, 19, 1)
 """Releases of vLLM from this one on honour `cache_salt` in every body that `server.isolation`
 changes. Chats have it since vllm-project/vllm #17045 (2025-04), `/v1/completions` and `/v1/responses` since
 #20981 (2025-07). An older release ignores it."""
-_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+_RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", re.ASCII)
 
 
 def release_of(text: str) -> tuple[int, ...] | None:
@@ -465,6 +467,7 @@ def parse_models(body: bytes) -> ModelsPage:
     Raises ValueError if the body is not a model list. Cards without a name, or with one of more than 512
     characters, are skipped, and all after the first thousand.
     """
+    check_values(body)
     try:
         page = json.loads(body)
     except RecursionError as error:
@@ -510,19 +513,17 @@ def parse_metrics(page: bytes) -> MetricsPage:
         caches_prefixes = caches_prefixes and labels.get(b"enable_prefix_caching") != b"False"
         block = _number(labels.get(b"block_size"))
         count = _number(labels.get(b"num_gpu_blocks"))
-        size = _number(labels.get(b"kv_cache_size_tokens")) or (block or 0) * (count or 0)
+        size = _number(labels.get(b"kv_cache_size_tokens")) or min((block or 0) * (count or 0), MOST_TOKENS)
         if block:
             blocks[rank] = block
         if size:
             sizes[rank] = size
     start_time = None
     for line in _lines(page, _START_TIME):
-        try:
-            start_time = float(line.split()[0])
-        except (ValueError, IndexError):
-            continue
+        # NaN would be another start at each page.
+        start_time = _figure(line) or start_time
     return MetricsPage(
-        sum(sizes.values()) or None,
+        min(sum(sizes.values()), MOST_TOKENS) or None,
         next(iter(blocks.values()), None),
         start_time,
         tuple(sorted(engines)) if len(engines) > 1 else (),
@@ -556,23 +557,24 @@ def _sum(page: bytes, start: bytes, label: bytes = b"") -> int:
     for line in _lines(page, start):
         if label not in line:
             continue
-        try:
-            total += int(float(line.rpartition(b"}")[2].split()[0]))
-        except (ValueError, IndexError, OverflowError):
-            continue
-    return total
+        total += int(_figure(line) or 0)
+    return min(total, MOST_TOKENS)
 
 
 def _mean(page: bytes, start: bytes) -> float:
-    """The mean of a figure's lines; 0 without one. Figures that are not finite count as 0."""
-    figures: list[float] = []
-    for line in _lines(page, start):
-        try:
-            figure = float(line.rpartition(b"}")[2].split()[0])
-        except (ValueError, IndexError):
-            continue
-        figures.append(figure if isfinite(figure) else 0.0)
+    """The mean of a figure's lines; 0 without one. Lines without a figure within the bounds count as 0."""
+    figures = [_figure(line) or 0.0 for line in _lines(page, start)]
     return sum(figures) / len(figures) if figures else 0.0
+
+
+def _figure(line: bytes) -> float | None:
+    """The figure at the end of a line of metrics, behind its labels; None unless it is from 0 to
+    MOST_TOKENS."""
+    try:
+        figure = float(line.rpartition(b"}")[2].split()[0])
+    except (ValueError, IndexError):
+        return None
+    return figure if 0.0 <= figure <= MOST_TOKENS else None
 
 
 _MOST_LINES = 4096
@@ -598,4 +600,4 @@ def _number(value: bytes | None) -> int | None:
         number = int(value or b"")
     except ValueError:
         return None
-    return number if number > 0 else None
+    return number if 0 < number <= MOST_TOKENS else None

@@ -147,8 +147,6 @@ class Attempts(Struct, eq=False):
     response: UpstreamResponse | None = None
     candidate: Candidate | None = None
     _dispatch: Reservation | None = None
-    _begun: int = 0
-    """Workers that have begun to compute the request and failed."""
     _busy: list[tuple[Worker, int]] | None = None
     """The workers that were full, with their Retry-After (0: none)."""
     _has_left: bool = False
@@ -265,9 +263,9 @@ class Attempts(Struct, eq=False):
         """Account for a failed attempt. Returns whether another worker may begin to compute the request."""
         if not error.sent:
             return True
-        self._begun += 1
+        self._record.begun += 1
         self.report_lost(worker, error)
-        return self._begun < self._deps.lost_workers
+        return self._record.begun < self._deps.lost_workers
 
     def report_lost(self, worker: Worker, error: UpstreamError) -> None:
         """Keep the request's body among those that have lost workers, if the worker broke off."""
@@ -278,8 +276,8 @@ class Attempts(Struct, eq=False):
     def retry_after_status(self, listener: AnswerListener) -> bool:
         """Send the request to the next worker because of the answer's status; False if no retry is
         possible."""
-        self._begun += 1
-        if self._begun >= self._deps.lost_workers or self._record.attempts >= len(
+        self._record.begun += 1
+        if self._record.begun >= self._deps.lost_workers or self._record.attempts >= len(
             self._plan.decision.ranking
         ):
             return False
@@ -361,9 +359,9 @@ class Attempts(Struct, eq=False):
             )
         if isinstance(error, ResponseTimeout):
             return WorkerTimeout(f"Worker {worker!r} did not answer in time.")
-        if self._begun > 1 and self._begun >= self._deps.lost_workers:
+        if self._record.begun > 1 and self._record.begun >= self._deps.lost_workers:
             return WorkerUnreachable(
-                f"{self._begun} workers began to compute the request and failed (last: {error.cause})."
+                f"{self._record.begun} workers began to compute the request and failed (last: {error.cause})."
             )
         if not has_next and isinstance(error, _RETRYABLE):
             tried = self._record.attempts

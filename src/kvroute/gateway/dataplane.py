@@ -17,7 +17,14 @@ from itertools import chain, count
 from msgspec.structs import replace
 
 from kvroute.blocks.keys import ANCHOR_BYTES
-from kvroute.errors import GatewayError, ModelNotFound, NotIsolated, OverLimit, ShuttingDown
+from kvroute.errors import (
+    GatewayError,
+    ModelNotFound,
+    NotIsolated,
+    OverLimit,
+    ShuttingDown,
+    WorkerUnreachable,
+)
 from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
@@ -302,6 +309,9 @@ class DataPlane:
             owner = self.invocations.owner(request, headers)
         preparer = self._preparer
         if preparer is not None and prepared is None:
+            if self.lost.sizes:
+                # A worker computes something of the prompt for its tokens, too.
+                self._check_lost(request, target, headers, fields, record, owner)
             model = self.planner.model_to_tokenize(request, headers)
             if model is not None:
                 prepared = preparer.try_cached(request, model)
@@ -341,6 +351,11 @@ class DataPlane:
             if record.use is not None:
                 self._check_may_be_unread(request, record.use.client)
             plan = self.planner.plan(request, target, headers, now, owner, fields=fields)
+        if prepared is not None and prepared.lost is not None and not record.begun:
+            record.begun = 1
+            self.lost.lost(prepared.lost, record.key, plan.target, plan.body, plan.model)
+            if self.deps.attempts.lost_workers == 1:
+                raise WorkerUnreachable(f"Worker {prepared.lost.id!r} failed while it tokenized the prompt.")
         if self.lost.sizes and len(plan.body) in self.lost.sizes:
             self.lost.check(record.key, plan.target, plan.body)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
@@ -361,6 +376,23 @@ class DataPlane:
         if is_sagemaker:
             fields = with_adapter(fields, headers, plan.model)
         return self.start(plan, fields, record, client, entry)
+
+    def _check_lost(
+        self,
+        request: InferenceRequest,
+        target: bytes,
+        headers: Headers,
+        fields: bytes,
+        record: Record,
+        owner: WorkerId | None,
+    ) -> None:
+        """Raise RequestLostWorkers if the request's body, as it would be sent, is refused."""
+        try:
+            plan = self.planner.plan(request, target, headers, record.started, owner, fields=fields)
+        except OverLimit:  # it is sent unread, if at all, and checked then
+            return
+        if len(plan.body) in self.lost.sizes:
+            self.lost.check(record.key, plan.target, plan.body)
 
     def _relay_waited(
         self, record: Record, entry: QueueEntry, relay: Callable[[], InFlightRequest]

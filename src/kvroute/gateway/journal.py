@@ -25,6 +25,8 @@ _MAX_WAITING = 256
 """To process that number of records holds the event loop for 0.7 ms."""
 _MAX_UNSETTLED = 4096
 _traceparent = re.compile(rb"(?im)^traceparent:[ \t]*[0-9a-f]{2}-([0-9a-f]{32})-").search
+log = logging.getLogger(__name__)
+
 _MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 """A lookup costs a tenth of formatting the number."""
 
@@ -121,6 +123,8 @@ class Record(Struct, eq=False, gc=False):
     held: CandidateMatch | None = None
     """Where the matched tokens are, if the strategy reads a cache map."""
     attempts: int = 0
+    begun: int = 0
+    """Workers that have begun to compute the request, or its tokens, and failed."""
     status: int = 0
     first_byte: float | None = None
     ended_by: str = ""
@@ -246,44 +250,52 @@ class Journal:
         is_json = lines is not None and lines.is_json
         entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of = self._metrics.series
-        if (on_traced := self._on_traced) is not None:
-            for record in waiting:
-                if record.trace is not None:
-                    on_traced(record, wall_offset)
+        failed, last = 0, None
+        on_traced = self._on_traced
         for record in waiting:
-            started, first_byte, decision = record.started, record.first_byte, record.decision
-            duration, wall = record.ended - started, record.ended + wall_offset
-            entries.append((wall, duration, record))
-            if decision is None:
-                strategy, reason = "-", record.error or "-"
-            else:
-                strategy, reason = decision.strategy, decision.reason
-            series = series_of(record.model, record.worker, strategy, reason, record.status, record.streamed)
-            if first_byte is None and not (record.is_unseen and record.attempts):
-                series.finished(duration, None)
-            else:
-                held = record.held
-                series.answered(
-                    duration,
-                    None if first_byte is None else first_byte - started,
-                    record.tokens,
-                    record.matched_tokens,
-                    None if held is None else held.tokens,
+            # One record that cannot be counted must not cost the others, nor be in the way again.
+            try:
+                if on_traced is not None and record.trace is not None:
+                    on_traced(record, wall_offset)
+                started, first_byte, decision = record.started, record.first_byte, record.decision
+                duration, wall = record.ended - started, record.ended + wall_offset
+                if decision is None:
+                    strategy, reason = "-", record.error or "-"
+                else:
+                    strategy, reason = decision.strategy, decision.reason
+                series = series_of(
+                    record.model, record.worker, strategy, reason, record.status, record.streamed
                 )
-                if record.usage is not None:
-                    series.reported(record.usage.prompt_tokens, record.usage.cached_tokens)
-            if (handover := record.handover) is not None:
-                self._count_handover(record, handover)
-            if is_json:
-                written.append((wall, _fields(record, duration, strategy, reason)))
-            elif lines is not None:
-                text = series.text
-                if not text:
-                    series.text = text = (
-                        f"{record.status} worker={record.worker} model={record.model} strategy={strategy}"
-                        f" reason={reason}"
+                if first_byte is None and not (record.is_unseen and record.attempts):
+                    series.finished(duration, None)
+                else:
+                    held = record.held
+                    series.answered(
+                        duration,
+                        None if first_byte is None else first_byte - started,
+                        record.tokens,
+                        record.matched_tokens,
+                        None if held is None else held.tokens,
                     )
-                written.append((wall, _line(record, duration, text)))
+                    if record.usage is not None:
+                        series.reported(record.usage.prompt_tokens, record.usage.cached_tokens)
+                if (handover := record.handover) is not None:
+                    self._count_handover(record, handover)
+                if is_json:
+                    written.append((wall, _fields(record, duration, strategy, reason)))
+                elif lines is not None:
+                    text = series.text
+                    if not text:
+                        series.text = text = (
+                            f"{record.status} worker={record.worker} model={record.model} strategy={strategy}"
+                            f" reason={reason}"
+                        )
+                    written.append((wall, _line(record, duration, text)))
+                entries.append((wall, duration, record))
+            except Exception as error:  # noqa: BLE001 - what it is, is unknown; it is logged below
+                failed, last = failed + 1, error
+        if failed:
+            log.error("recording %d requests failed; they are not counted", failed, exc_info=last)
         self._ring.extend(entries)
         self._kept += len(entries)
         if lines is not None:

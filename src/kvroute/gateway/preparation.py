@@ -201,7 +201,12 @@ TimeoutOf: TypeAlias = Callable[[str, int], float]
 
 _OVERLOADED = (TokensReason.LATE, TokensReason.BUSY)
 """Reasons that mean that tokenizing is too slow."""
-_NO_TOKENIZER = (TokensReason.LATE, TokensReason.WORKER_FAILED, TokensReason.FAILED)
+_NO_TOKENIZER = (
+    TokensReason.LATE,
+    TokensReason.WORKER_FAILED,
+    TokensReason.WORKER_LOST,
+    TokensReason.FAILED,
+)
 """Reasons that mean, several times in a row, that no tokenizer answers."""
 _MANY_IN_A_ROW = 3
 _LOG_EVERY_S = 30.0
@@ -276,6 +281,8 @@ class Prepared:
 
     prompts: tuple[ExactPrompt, ...] = ()
     why_not: str = ""
+    lost: Worker | None = None
+    """The worker that broke off while it tokenized the prompt."""
 
 
 class Preparer:
@@ -353,16 +360,19 @@ class Preparer:
         found: ExactPrompts | TokensReason = TokensReason.NO_SOURCE
         began = now = time.monotonic()
         until = began + self._timeout_s(model, len(request.body))
+        lost = None
         for worker in self._fleet.view(model).workers[:2]:
             found = await self._tokens.prompts(
                 request, model=source, name=name, url=worker.spec.url, timeout_s=max(0.0, until - now)
             )
             now = time.monotonic()
+            if found is TokensReason.WORKER_LOST:
+                lost = worker
             if found is not TokensReason.WORKER_FAILED:
-                break  # otherwise try another worker: this one may have died
+                break  # otherwise try another worker: this one may have died before it was asked
         self._metrics.token_wait.observe(now - began)
         if isinstance(found, TokensReason):
-            return self._inexact(model, found)
+            return self._inexact(model, found, lost)
         salt = self._isolation.salt(request, model)
         adapter = model if base else None
         prompts, seed = [], adapter_space(adapter, salt).seed
@@ -407,12 +417,12 @@ class Preparer:
         self._count(canonical, is_late=False)
         return Prepared(tuple(prompts))
 
-    def _inexact(self, model: str, reason: TokensReason) -> Prepared:
+    def _inexact(self, model: str, reason: TokensReason, lost: Worker | None = None) -> Prepared:
         self._metrics.inexact.labels(model, reason.value).inc()
         canonical = self._fleet.canonical(model)
         self.outages.count(canonical, reason)
         self._count(canonical, is_late=reason in _OVERLOADED)
-        return Prepared(why_not=reason.value)
+        return Prepared(why_not=reason.value, lost=lost)
 
     def _count(self, model: str, *, is_late: bool) -> None:
         changed = self._late.count(model, is_late=is_late)

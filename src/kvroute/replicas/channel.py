@@ -63,6 +63,8 @@ _MAX_UNSIGNED: Final = 64
 """Members without any signed envelope, where this process has a key: anybody may have invented them."""
 _MAX_NAMED: Final = 256
 """Senders whose refusals are logged."""
+_MAX_LINES: Final = 8
+"""Lines of the log about a member that has signed nothing, where this process has a key."""
 _ROOM_BYTES: Final = 1024 * 1024
 
 
@@ -292,6 +294,9 @@ class Channel:
         except Exception:  # one bad envelope must not end the sharing
             log.exception("handling an envelope of the fleet failed")
 
+    def on_too_large(self, size: int) -> None:
+        self._refuse(Refused(Refusal.TOO_LARGE, f"it has {size} bytes"))
+
     def on_up(self) -> None:
         self._up_at = self._clock.now()
         if self._refusal is None:
@@ -344,9 +349,13 @@ class Channel:
         if envelope.is_signed and envelope.to == self.id:
             member.is_believed, member.unproven = True, 0
         for message in messages:
+            # The messages after one that fails are not sent again.
             try:
                 self._apply(member, envelope, message)
-            except Exception:  # the messages after it are not sent again
+            except ValueError as error:
+                text = f"{type(message).__name__}: {error}"
+                self._refuse(Refused(Refusal.MALFORMED, text, member.sender))
+            except Exception:
                 log.exception("handling a message of %s failed", member.name)
 
     def _has_wrong_number(self, member: Member, envelope: Envelope) -> bool:
@@ -374,7 +383,7 @@ class Channel:
         member.heard_at = self._clock.now()
         needs_state = member.gone_at is not None
         if needs_state:
-            log.info("sharing: %s is heard again", member.name)
+            self._log(member, logging.INFO, "sharing: %s is heard again", member.name)
             member.gone_at, member.has_left = None, False
         if missed:
             needs_state = needs_state or member.is_complete
@@ -401,13 +410,15 @@ class Channel:
                 self._ask(member)
             if not member.is_linked:
                 member.is_linked = True
-                log.info("sharing: linked to %s (kvroute %s)", member.name, member.release)
+                text = "sharing: linked to %s (kvroute %s)"
+                self._log(member, logging.INFO, text, member.name, member.release)
                 is_synced = member.state is not None and member.state.is_synced
                 self._listener.on_linked(member.id, is_synced=is_synced)
             self._changed.set()
         elif isinstance(message, Leaving):
-            member.has_left = True
-            self._gone(member)
+            if member.gone_at is None:
+                member.has_left = True
+                self._gone(member)
         elif isinstance(message, NEEDS_HMAC) and not (envelope.is_signed and member.is_believed):
             if envelope.is_signed:  # its answer is on the way, with all that is true now
                 member.unproven += 1
@@ -479,12 +490,11 @@ class Channel:
             member.has = member.until = member.seq
         member.gone_at, member.is_complete = self._clock.now(), False
         if member.has_left:
-            log.info("sharing: %s has left", member.name)
+            self._log(member, logging.INFO, "sharing: %s has left", member.name)
         elif self.is_up:  # else the cause is this process's own link
             self.counts.deaths += 1
-            log.warning(
-                "sharing: %s is silent for %.1f s; its requests no longer count", member.name, _DEAD_S
-            )
+            text = "sharing: %s is silent for %.1f s; its requests no longer count"
+            self._log(member, logging.WARNING, text, member.name, _DEAD_S)
         member.is_linked = False
         # Also before it was linked: its dispatches count from the first.
         self._listener.on_peer_gone(member.id)
@@ -503,6 +513,14 @@ class Channel:
             member = self._members.get(refused.sender)
             name = member.name if member is not None else refused.sender.hex() or "an unknown sender"
             log.warning("sharing: a message of %s is refused: %s", name, refused)
+
+    def _log(self, member: Member, level: int, text: str, *values: object) -> None:
+        """Log a change of a member: not without bound for one that may be invented."""
+        if self._key is not None and not member.has_signed:
+            if member.lines >= _MAX_LINES:
+                return
+            member.lines += 1
+        log.log(level, text, *values)
 
     # Sending
 

@@ -479,14 +479,22 @@ class PeerDecisions:
         worker = self._worker(sent.worker)
         if worker is None:
             return None
-        now = self._clock.now()
+        now, prefill_s = self._clock.now(), max(0.0, sent.prefill_s)
         learns = not (sent.first and sent.reason in _HANDOVERS)  # the second leg of a handover
         if sent.tiers is None and len(prompts) < 2 and not exact and sent.strategy not in self._observed:
             # The usual case. The objects below would cost as much as the accounting.
             prompt = prompts[0] if prompts else None
             session = None if sent.session_key is None else (sent.session_key, sent.strategy)
             return self._router.reserve_at_peer(
-                worker, sent.model, sent.prefill_s, sent.tokens, sent.streamed, prompt, now, learns, session
+                worker,
+                sent.model,
+                prefill_s,
+                sent.tokens,
+                sent.streamed,
+                prompt,
+                now,
+                learns,
+                session,
             )
         query = RouteQuery(
             model=sent.model,
@@ -500,7 +508,7 @@ class PeerDecisions:
         held = None
         if sent.tiers is not None:
             held = CandidateMatch(Tokens(*sent.tiers), self._router.slot_of(worker, sent.rank), sent.rank)
-        candidate = Candidate(worker, 0.0, sent.matched_tokens, sent.prefill_s, _NO_TERMS, held)
+        candidate = Candidate(worker, 0.0, sent.matched_tokens, prefill_s, _NO_TERMS, held)
         others = self._candidates(sent.model) if sent.strategy in self._observed else ()
         ranking = (candidate, *others) if sent.first else (*others, candidate)
         decision = RouteDecision(sent.strategy, _REASONS.get(sent.reason, RouteReason.ONLY_WORKER), ranking)

@@ -66,6 +66,7 @@ where the KV and the LMCache server of a worker are: prefetches send prompts the
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[SharedMessage]).decode
 _decode_list: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _decode_one: Final = msgspec.msgpack.Decoder(SharedMessage).decode
 
 
@@ -192,17 +193,17 @@ def decode_payload(payload: bytes) -> tuple[Sequence[SharedMessage], int]:
         raise Refused(Refusal.TOO_LARGE, f"it has {count} messages")
     try:
         return _decode(payload), 0
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         pass
     try:
         undecoded = _decode_list(payload)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise Refused(Refusal.MALFORMED, "its messages cannot be decoded") from error
     messages = []
     for each in undecoded:
         try:
             messages.append(_decode_one(each))
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             continue
     return messages, len(undecoded) - len(messages)
 

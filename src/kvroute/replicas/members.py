@@ -100,6 +100,8 @@ class Member:
     """Whether it has said so in a signed envelope: an unsigned one is not its own."""
     is_believed: bool = False
     """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
+    lines: int = 0
+    """Of the log, about its changes while it had signed nothing."""
     unproven: int = 0
     """Signed messages that were skipped because it has not answered yet."""
     asked_at: float = -math.inf

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from math import inf
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -30,6 +29,9 @@ from kvroute.wire.lmcache_server import (
 
 Figure: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 """Other values are refused: a NaN or an absurd figure would stay in a worker's load or averages for good."""
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+_MOST_ENDED: Final = 1e9
+"""Largest figure of requests that have ended together."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -267,7 +269,7 @@ class PromptSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     known: int | None
     fresh: bytes
-    tokens: int
+    tokens: Tokens
     block_tokens: Figure
 
 
@@ -276,7 +278,7 @@ class ExactSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     known: int | None
     fresh: bytes
-    key_tokens: int
+    key_tokens: Tokens
 
 
 class Dispatched(PeerMessage, frozen=True):
@@ -294,8 +296,8 @@ class Dispatched(PeerMessage, frozen=True):
     reason: str
     first: bool
     prefill_s: Figure
-    tokens: int
-    matched_tokens: int
+    tokens: Tokens
+    matched_tokens: Tokens
     streamed: bool
     prompts: list[PromptSent]
     exact: list[ExactSent]
@@ -332,7 +334,9 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
         has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
         is_packed = not len(self.repeated) % 8 and not len(self.sessions) % 8
-        if not has_keys or not is_packed or not all(0 <= each < inf for each in figures):
+        is_sized = self.block_tokens > 0 or not self.fresh
+        are_bounded = all(0 <= each <= _MOST_ENDED for each in figures)
+        if not has_keys or not is_packed or not is_sized or not are_bounded:
             raise ValueError("the figures of requests that have ended do not fit")
 
 

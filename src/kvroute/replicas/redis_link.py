@@ -12,7 +12,7 @@ import logging
 import random
 import ssl
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import redis.asyncio
 from redis.asyncio.connection import Connection
@@ -25,6 +25,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from kvroute.replicas.envelope import MAX_ENVELOPE_BYTES
 from kvroute.replicas.options import SharingOptions
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 _CONNECT_S: Final = 2.0
 _WRITE_S: Final = 2.0
 """Longest wait until the kernel takes what was written; then the connection is made again."""
+_MAX_LINE: Final = 4096
+_MAX_ELEMENTS: Final = 16
+"""A subscriber gets lists of three."""
 _FIRST_PAUSE_S: Final = 0.05
 _MAX_PAUSE_S: Final = 2.0
 
@@ -45,6 +49,10 @@ class LinkOwner(Protocol):
 
     def on_data(self, data: bytes) -> None:
         """An envelope has arrived."""
+        ...
+
+    def on_too_large(self, size: int) -> None:
+        """A message of so many bytes has arrived and was not kept."""
         ...
 
     def on_up(self) -> None:
@@ -151,9 +159,12 @@ class RedisLink:
             raise message
         if isinstance(message, list) and len(message) == 3:
             if message[0] == b"message":
-                self._owner.on_data(message[2])
+                if isinstance(message[2], bytes):
+                    self._owner.on_data(message[2])
+                elif isinstance(message[2], TooLarge):
+                    self._owner.on_too_large(message[2].size)
             elif message[0] == b"subscribe":
-                self._left.discard(message[1])
+                self._left.discard(cast("bytes", message[1]))
                 if not self._left:
                     self._subscribed.set()
 
@@ -191,7 +202,7 @@ class _Stream(asyncio.Protocol):
         self._transport = _transport_of(connection)  # all answers until now were read, so none is lost
         self._on_answer = on_answer
         self._on_room = on_room
-        self._data = bytearray()
+        self._reader = AnswerReader(MAX_ENVELOPE_BYTES)
         self._timer: asyncio.TimerHandle | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport.set_protocol(self)
@@ -208,15 +219,10 @@ class _Stream(asyncio.Protocol):
         self._transport.write(b"".join(command))
 
     def data_received(self, data: bytes) -> None:
-        buffer, start = self._data, 0
-        buffer += data
         try:
-            while (found := _answer(buffer, start)) is not None:
-                answer, start = found
-                self._on_answer(answer)
+            self._reader.feed(data, self._on_answer)
         except (RedisError, ValueError) as error:
             self._fail(error if isinstance(error, RedisError) else InvalidResponse("no RESP"))
-        del buffer[:start]
 
     def pause_writing(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_WRITE_S, self._fail, TimeoutError())
@@ -238,35 +244,94 @@ class _Stream(asyncio.Protocol):
             self.failed.exception()  # asyncio would log it if nobody waits any more
 
 
-def _answer(data: bytearray, start: int) -> tuple[object, int] | None:
-    """The answer in RESP2 at `start`, and where it ends; None if it is incomplete. Raises ValueError.
+class TooLarge(NamedTuple):
+    """In the place of a string in an answer that was too long to be kept."""
 
-    An error is a ResponseError; lists are flat, as those of a subscriber are.
+    size: int
+
+
+class AnswerReader:
+    """Splits bytes in RESP2 into answers. Keeps at most `max_bytes` of one string: longer ones are skipped.
+
+    Anybody who can write to the Redis can publish 512 MB in one message. Mutable: the incomplete answer.
     """
-    end = data.find(b"\r\n", start)
-    if end < 0:
-        return None
-    kind, line, start = data[start], bytes(data[start + 1 : end]), end + 2
-    if kind == 0x24:  # $
-        size = int(line)
-        if size < 0:
-            return None, start
-        return None if len(data) < start + size + 2 else (bytes(data[start : start + size]), start + size + 2)
-    if kind == 0x2A:  # *
-        found = list[object]()
-        for _ in range(int(line)):
-            element = _answer(data, start)
-            if element is None:
-                return None
-            found.append(element[0])
-            start = element[1]
-        return found, start
-    if kind == 0x2D:  # -
-        text = line.decode(errors="replace")
-        return (NoPermissionError if text.startswith("NOPERM") else ResponseError)(text), start
-    if kind not in b"+:":
-        raise ValueError(kind)
-    return line, start
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+        self._skipped = self._to_skip = 0
+        """Length of the string that is skipped, and what of it is still to come, with its end."""
+        self._elements: list[object] = []
+        self._missing = 0
+        """Elements of the incomplete list that are still to come; 0 outside a list."""
+
+    def feed(self, data: bytes, on_answer: Callable[[object], None]) -> None:
+        """Call `on_answer` with each complete answer; what it raises ends the reading.
+
+        An error is a ResponseError; lists are flat, as those of a subscriber are. Raises ValueError if the
+        bytes are no answers, or lists in lists, or longer lists than a subscriber gets.
+        """
+        buffer, start = self._data, 0
+        buffer += data
+        try:
+            while True:
+                if self._to_skip:
+                    count = min(self._to_skip, len(buffer) - start)
+                    start += count
+                    self._to_skip -= count
+                    if self._to_skip:
+                        return
+                    self._add(TooLarge(self._skipped), on_answer)
+                    continue
+                end = buffer.find(b"\r\n", start, start + _MAX_LINE)
+                if end < 0:
+                    if len(buffer) - start >= _MAX_LINE:
+                        raise ValueError("a line is too long")
+                    return
+                kind, line = buffer[start], bytes(buffer[start + 1 : end])
+                if kind == 0x24:  # $
+                    size, begin = int(line), end + 2
+                    if size > self._max_bytes:
+                        self._skipped, self._to_skip, start = size, size + 2, begin
+                        continue
+                    if size < 0:
+                        start = begin
+                        self._add(None, on_answer)
+                        continue
+                    if len(buffer) < begin + size + 2:
+                        return
+                    start = begin + size + 2
+                    self._add(bytes(buffer[begin : begin + size]), on_answer)
+                    continue
+                start = end + 2
+                if kind == 0x2A:  # *
+                    count = int(line)
+                    if self._missing or count > _MAX_ELEMENTS:
+                        raise ValueError("a list is too long")
+                    if count <= 0:
+                        on_answer([])
+                    self._missing = max(0, count)
+                elif kind == 0x2D:  # -
+                    text = line.decode(errors="replace")
+                    self._add(
+                        (NoPermissionError if text.startswith("NOPERM") else ResponseError)(text), on_answer
+                    )
+                elif kind in b"+:":
+                    self._add(line, on_answer)
+                else:
+                    raise ValueError(kind)
+        finally:
+            del buffer[:start]
+
+    def _add(self, value: object, on_answer: Callable[[object], None]) -> None:
+        if not self._missing:
+            on_answer(value)
+            return
+        self._elements.append(value)
+        self._missing -= 1
+        if not self._missing:
+            answer, self._elements = self._elements, []
+            on_answer(answer)
 
 
 async def _wait_while(event: asyncio.Event, *streams: _Stream) -> None:

@@ -78,6 +78,8 @@ class HistoryCapacity:
         """Update the estimate: `blocks` with `block_tokens` tokens in each are sent to the worker."""
         index = worker.index
         known = self.block_tokens.get(index)
+        if block_tokens <= 0:  # another gateway may send anything
+            return
         if known is None:
             self.block_tokens[index] = block_tokens
             self.resize(worker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -287,8 +288,15 @@ class SimApp:
             case "slow":
                 await self.worker.clock.sleep(fault.delay_s)
             case "kill":
+                self.worker.note_begun(call)
                 await self.worker.clock.sleep(fault.delay_s)
                 await self._kill()
+                raise ExchangeEnded
+            case "bomb":
+                await call.respond_raw(_bomb(), 200, [_TEXT, (b"content-encoding", b"gzip")])
+                raise ExchangeEnded
+            case "endless":
+                await _send_without_end(call)
                 raise ExchangeEnded
             case "hang" if fault.after_chunks is None:
                 await call.wait_for_disconnect()
@@ -300,6 +308,28 @@ class SimApp:
                 call.hang_after = fault.after_chunks
             case "reset":
                 call.reset_after = fault.after_chunks
+
+
+_TEXT: Final = (b"content-type", b"text/plain")
+_LINES: Final = b"# nothing\n" * 6554
+"""64 KiB of comments, which a page of metrics may have."""
+
+
+def _bomb() -> bytes:
+    # A gzip file may have several members, so one of 16 MiB is compressed and repeated.
+    return gzip.compress(_LINES * 256) * 64
+
+
+async def _send_without_end(call: Call) -> None:
+    left = asyncio.create_task(call.wait_for_disconnect())
+    try:
+        await call.start(200, [_TEXT])
+        while not left.done():
+            await call.chunk(_LINES)
+            await asyncio.sleep(0)  # `chunk` waits only while the client reads too little
+    finally:
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
 
 
 def _stored_response(call: Call) -> Handler | None:

@@ -10,13 +10,14 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 from pydantic import ValidationError
 
 from kvroute.sim.engine import SimEngine
 from kvroute.sim.http import ApiError, Call
+from kvroute.sim.options import SimOptions
 from kvroute.sim.prompts import chat_tokens, completion_prompts, encode, fingerprint, messages_of
 from kvroute.sim.publisher import Fault
 from kvroute.sim.worker import SimWorker
@@ -269,7 +270,8 @@ def _parameter(call: Call, name: str) -> str | None:
 async def faults(call: Call, worker: SimWorker) -> None:
     """/sim/faults: POST adds a fault or a list of faults, GET lists the faults, DELETE clears them.
 
-    POST with `{"restart": true}` or `{"capacity_tokens": n}` takes effect immediately.
+    POST with `{"restart": true}`, `{"capacity_tokens": n}`, `{"max_queued_requests": n}` or
+    `{"max_queued_tokens": n}` takes effect immediately and is no fault: DELETE does not undo it.
     """
     if call.method == "DELETE":
         worker.faults.clear()
@@ -280,12 +282,21 @@ async def faults(call: Call, worker: SimWorker) -> None:
     await call.respond({"faults": worker.faults.listing()})
 
 
+_LIMITS: Final = frozenset({"max_queued_requests", "max_queued_tokens"})
+
+
 def _apply(worker: SimWorker, item: Any) -> None:
     if isinstance(item, dict) and item.get("restart") is True:
         worker.restart()
     elif isinstance(item, dict) and isinstance(item.get("capacity_tokens"), int):
         for engine in worker.engines:
             engine.cache.resize(worker.options.pool_blocks(item["capacity_tokens"]))
+    elif isinstance(item, dict) and item.keys() <= _LIMITS and item:
+        try:
+            options = {**worker.options.model_dump(), **item}
+            worker.options = SimOptions.model_validate(options)
+        except ValidationError as exc:
+            raise ApiError(400, "BadRequestError", str(exc)) from exc
     else:
         try:
             worker.faults.add(Fault.model_validate(item))

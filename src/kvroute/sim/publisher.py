@@ -29,10 +29,14 @@ class Fault(Options):
     - `hang`, `reset`: after `after_chunks` chunks of the answer send nothing more, or reset the connection
       (`after_chunks` None: before the answer's head)
     - `kill`: `delay_s` after a body with `marker` has come, reset all connections and refuse new ones
+    - `bomb`: answer with 1 MiB of gzip that is 1 GiB of text
+    - `endless`: answer with text that has no end
     - `drop_events`, `duplicate_events`: publish a batch of events not at all, or twice
     """
 
-    kind: Literal["status", "slow", "hang", "reset", "kill", "drop_events", "duplicate_events"]
+    kind: Literal[
+        "status", "slow", "hang", "reset", "kill", "bomb", "endless", "drop_events", "duplicate_events"
+    ]
     count: int | None = Field(default=1, ge=1)
     """Number of requests or batches that the fault affects; None: all, until the fault is cleared."""
     path: str | None = None

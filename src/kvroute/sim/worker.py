@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -36,6 +37,8 @@ from kvroute.sim.sagemaker import Sessions
 if TYPE_CHECKING:
     from kvroute.sim.engine import EngineRequest, Generation
 
+
+log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
 
@@ -357,8 +360,14 @@ class SimWorker:
             request.keeps_blocks = self.options.nixl and transfer.get("do_remote_decode") is True
         reasons = [answer.finish_reason for choices in answers for answer in choices]
         self.admit(len(requests))
+        self.note_begun(call)
         driver = self.driver_for(call, takes_rank=call.path != "/v1/responses")
         return driver.submit(requests, reasons, streamed=params.stream)
+
+    def note_begun(self, call: Call) -> None:
+        """Log the body's `request_id` of a request that the engine gets, if it has one."""
+        if log.isEnabledFor(logging.INFO) and (request_id := call.json().get("request_id")):
+            log.info("begins request %r", request_id)
 
     def admit(self, count: int) -> None:
         """Raise `ApiError` 503 if `count` more sequences exceed a limit of the queue.

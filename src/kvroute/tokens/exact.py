@@ -27,6 +27,7 @@ import httpx
 import msgspec
 
 from kvroute.blocks.media import MediaItem
+from kvroute.errors import ConnectionLost
 from kvroute.openai.request import InferenceRequest, prompts_of
 from kvroute.openai.rewriting import TopLevelMember, with_members, with_model
 from kvroute.openai.shown import BillingRule
@@ -256,7 +257,13 @@ class RemoteTokenizer:
 
     async def _post(self, url: str, body: bytes) -> bytes:
         headers = {"content-type": "application/json"}
-        answer = await self._client.post(url, content=body, headers=headers)
+        try:
+            answer = await self._client.post(url, content=body, headers=headers)
+        except httpx.ReadError as error:
+            cause = error.__cause__
+            if isinstance(cause, ConnectionLost) and not cause.reused:
+                raise Inexact(TokensReason.WORKER_LOST) from None
+            raise
         if answer.status_code != httpx.codes.OK:
             raise Inexact(TokensReason.WORKER_FAILED)
         return answer.content

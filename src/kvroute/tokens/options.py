@@ -114,6 +114,8 @@ class TokensReason(StrEnum):
     """The model has no token source: no files, and no worker that answers."""
     WORKER_FAILED = "worker_failed"
     """The worker refused to tokenize, or its answer was incomplete."""
+    WORKER_LOST = "worker_lost"
+    """The worker broke off while it tokenized: the prompt may have killed it."""
     UNREADABLE = "unreadable"
     """The body is invalid for its endpoint."""
     STRUCTURE = "structure"

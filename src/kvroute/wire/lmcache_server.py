@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.errors import WireError
+from kvroute.json_values import check_values
 
 PIECE_BYTES: Final = 65_536
 """Target size of a piece of a large body: about 0.2 ms to decode."""
@@ -192,6 +193,7 @@ def decode_registration(body: bytes) -> ServerRegistration:
 def decode_status(body: bytes) -> ServerStatus:
     """Decode a status. Raises a WireError that names the field."""
     try:
+        check_values(body)
         return _decode_status(body)
     except _UNREADABLE as error:
         raise WireError(f"status: {error}") from error

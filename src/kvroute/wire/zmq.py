@@ -161,6 +161,11 @@ class MessageReader:
             self._needed = needed
         return messages
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the incomplete message."""
+        return len(self._rest) + sum(map(len, self._frames))
+
     def _check(self, frames: Sequence[bytes]) -> None:
         if len(frames) > _MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE_BYTES:
             raise WireError("a ZMTP message that does not end")

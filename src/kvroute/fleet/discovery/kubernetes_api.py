@@ -26,6 +26,7 @@ from kvroute.answers import LIMIT, BoundedTransport
 from kvroute.errors import ConfigError, DiscoveryError, WatchExpired
 from kvroute.fleet.options import KubernetesOptions
 from kvroute.fleet.worker import WorkerId, WorkerSpec
+from kvroute.json_values import check_values
 
 Object = Mapping[str, Any]
 
@@ -270,6 +271,8 @@ _MAX_EVENT_BYTES: Final = 4 << 20
 """Longest event of a watch: etcd's objects have at most 1.5 MB."""
 _UNPAUSED_BYTES: Final = 1 << 20
 """Bytes that are parsed before the event loop gets a turn: 10 ms."""
+_MOST_PAGE_VALUES: Final = 1_500_000
+"""Values of a page, most of which are skipped: the JSON of pods has one for 20 bytes."""
 _GONE: Final = 410
 _ABSENT: Final = 404
 _COLLECTIONS: Final = {
@@ -503,7 +506,7 @@ async def _beginning(answer: httpx.Response) -> bytes:
 
 
 class _Page(msgspec.Struct):
-    metadata: dict[str, Any]
+    metadata: msgspec.Raw
     items: list[msgspec.Raw] | None = None
 
 
@@ -513,9 +516,11 @@ _decode_page = msgspec.json.Decoder(_Page).decode
 async def _read_page(text: bytes, items: list[Object]) -> dict[str, Any]:
     """Append the objects of a page to `items`, with pauses for the event loop; return its metadata."""
     try:
+        check_values(text, _MOST_PAGE_VALUES)
         page = _decode_page(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise DiscoveryError("the answer is not a list of objects") from error
+    metadata = _object(page.metadata)
     parsed = 0
     for raw in page.items or ():
         item = _value(raw)
@@ -525,7 +530,7 @@ async def _read_page(text: bytes, items: list[Object]) -> dict[str, Any]:
         if parsed > _UNPAUSED_BYTES:
             parsed = 0
             await asyncio.sleep(0)
-    return page.metadata
+    return metadata
 
 
 def _event(event: dict[str, Any]) -> WatchEvent:
@@ -562,7 +567,7 @@ def _unavailable(error: Exception) -> DiscoveryError:
     return DiscoveryError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _object(text: bytes | msgspec.Raw) -> dict[str, Any]:
     value = _value(text)
     if not isinstance(value, dict):
         raise DiscoveryError("the answer is not a JSON object")
@@ -571,9 +576,10 @@ def _object(text: bytes) -> dict[str, Any]:
 
 def _value(text: bytes | msgspec.Raw) -> object:
     try:
+        check_values(memoryview(text))
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DiscoveryError("the answer is not JSON") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise DiscoveryError("the answer is not JSON that can be read") from error
 
 
 def _read(file: Path | None) -> str:
