@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 MODEL = "sim-model"
+ADMIN_KEY = "admin-secret"
 SESSIONS, TURNS, WORKERS = 24, 6, 4
 WORDS = ["the", "worker", "reads", "a", "file", "and", "writes", "what", "it", "found", "there", "into", "it"]
 pytestmark = pytest.mark.timeout(300)
@@ -181,7 +182,7 @@ def fleet(serve, sim):
         events = ("--events",) if strategy == "kvaware" else ()
         workers = await asyncio.gather(*(sim("--time-scale", "0.3", *events) for _ in range(WORKERS)))
         words = [word for url in workers for word in ("--worker", url)]
-        return await serve(*words, "--strategy", strategy)
+        return await serve(*words, "--strategy", strategy, "--set", f"admin.api_key={ADMIN_KEY}")
 
     return start
 
@@ -233,3 +234,41 @@ async def test_a_session_that_was_compacted_stays_where_the_fleet_is_idle(fleet)
 
             assert agent.workers[0] == agent.workers[1]
             assert agent.cached[1] < 0.1
+
+
+@pytest.mark.parametrize("strategy", STAY)
+async def test_a_sub_agent_starts_where_the_agent_is_that_began_it(fleet, strategy):
+    """Its prompt shares nothing with the other one's, and no worker has work: only the two ids say it."""
+    gateway = await fleet(strategy)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        main, subs = Agent("tools", text("main", 3_000), 0), []
+        for number in range(1, 9):
+            subs.append(Agent(text(f"t {number}", 3_000), text(f"s {number}", 3_000), number))
+
+        async def ask(agent: Agent, parent: str) -> httpx.Response:
+            _, _, body = opencode(agent)
+            ids = {"x-dynamo-session-id": agent.id} | (
+                {"x-dynamo-parent-session-id": parent} if parent else {}
+            )
+            explained = await client.post("/v1/route/explain", json=body, headers=ids)
+            answer = await client.post("/v1/chat/completions", json=body, headers=ids)
+            assert answer.status_code == 200, answer.text[:300]
+            assert explained.json()["worker"] == answer.headers["x-kvroute-worker"]
+            agent.workers.append(answer.headers["x-kvroute-worker"])
+            agent.answers.append(answer_of(answer.json())[0])
+            agent.turn += 1
+            return explained
+
+        await ask(main, "")
+        first = [await ask(agent, main.id) for agent in subs]
+        for agent in subs:
+            await ask(agent, main.id)
+
+        assert {worker for agent in subs for worker in agent.workers} == set(main.workers)
+        admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+        decisions = (await client.get("/admin/decisions", headers=admin)).json()["decisions"]
+        kept = [entry for entry in decisions if entry.get("parent_worker")]
+        if strategy != "session":
+            assert all(each.json()["session_worker_is_parents"] for each in first)
+            assert {entry["parent_worker"] for entry in kept} == set(main.workers)
+            assert len(kept) == len(subs)  # the second turns have a session of their own

@@ -2,7 +2,8 @@
 
     python engine_ids.py < jobs > answers
 
-A line on stdin is a job: `{"folder": ..., "requests": [[path, body], ...], "env": {...}}`. A line on
+A line on stdin is a job: `{"folder": ..., "requests": [[path, body], ...], "env": {...}, "now": TIME}`, with
+an optional time (ISO 8601) that chat templates are told instead of the clock's. A line on
 stdout is its answer: for each request the token ids, or a text that says why vLLM refuses it.
 """
 
@@ -17,6 +18,14 @@ from typing import Any
 
 
 def renderer_of(folder: str) -> Any:
+    """vLLM's render server for a model; a text if vLLM does not start with it."""
+    try:
+        return serving_of(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def serving_of(folder: str) -> Any:
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -59,6 +68,37 @@ def spare_mistral_common() -> None:
     online_renderer._mt = SimpleNamespace(maybe_serialize_tool_calls=maybe_serialize_tool_calls)
 
 
+def tell_templates(now: str | None) -> None:
+    """Set the time that templates are told; None: the clock's."""
+    from datetime import datetime
+    from types import SimpleNamespace
+
+    from transformers.utils import chat_template_utils
+
+    def told() -> datetime:
+        return datetime.now() if now is None else datetime.fromisoformat(now)
+
+    chat_template_utils.datetime = SimpleNamespace(now=told)
+
+
+def asked_by_messages(serving: Any) -> Any:
+    """As the server's /v1/messages: its render endpoint does not find out how thinking is disabled."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    server = object.__new__(AnthropicServingMessages)
+    server.online_renderer, server._disabled_thinking_effort = serving.online_renderer, None
+
+    async def asked(request: Any) -> Any:
+        chat = AnthropicServingMessages.to_chat_completion_request(
+            request,
+            merge_inline_system=serving._merge_inline_system,
+            disabled_thinking_effort=await server._get_disabled_thinking_effort(),
+        )
+        return await serving.render_chat_request(chat)
+
+    return asked
+
+
 async def ids_of(serving: Any, path: str, body: dict[str, Any]) -> list[list[int]] | str:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -68,7 +108,7 @@ async def ids_of(serving: Any, path: str, body: dict[str, Any]) -> list[list[int
     calls = {
         "chat/completions": (ChatCompletionRequest, serving.render_chat_request),
         "completions": (CompletionRequest, serving.render_completion_request),
-        "messages": (AnthropicMessagesRequest, serving.render_messages_request),
+        "messages": (AnthropicMessagesRequest, asked_by_messages(serving)),
         "responses": (ResponsesRequest, serving.render_responses_request),
     }
     kind, call = calls[path]
@@ -92,10 +132,14 @@ async def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         os.environ.update(job.get("env", {}))
+        tell_templates(job.get("now"))
         if job["folder"] not in known:
             known[job["folder"]] = renderer_of(job["folder"])
         serving = known[job["folder"]]
-        found = [await ids_of(serving, path, body) for path, body in job["requests"]]
+        found = [
+            serving if isinstance(serving, str) else await ids_of(serving, path, body)
+            for path, body in job["requests"]
+        ]
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 

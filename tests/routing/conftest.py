@@ -136,9 +136,12 @@ def new_query(
     fingerprint: int = 1,
     block_tokens: float = 16.0,
     model: str = MODEL,
+    parent_session: str | None = None,
 ) -> RouteQuery:
     prompts = () if keys is None else (PromptKeys(keys, tokens, block_tokens),)
-    return RouteQuery(model, now, prompts, tokens, session_key, streamed, fingerprint)
+    return RouteQuery(
+        *(model, now, prompts, tokens, session_key, streamed, fingerprint), parent_session=parent_session
+    )
 
 
 @pytest.fixture

@@ -42,8 +42,8 @@ def view(workers, make_view):
 def route(query):
     """Route one request of a session; its worker and the reason."""
 
-    def route(strategy, view, session: str):
-        asked = query(session_key=session)
+    def route(strategy, view, session: str, parent: str | None = None):
+        asked = query(session_key=session, parent_session=parent)
         decision = strategy.rank(asked, view)
         strategy.on_dispatch(asked, decision, decision.ranking[0])
         return decision.ranking[0].worker, decision.reason
@@ -306,3 +306,49 @@ def test_a_session_that_is_at_its_home_stays_there_although_it_waits(strategy, v
     home = decision.ranking[0].worker
     home.load.reserve(0.0, prefill_s=1.0, tokens=6000)
     assert strategy.rank(asked, view).ranking[0].worker is home
+
+
+def test_a_new_session_starts_at_its_parent_sessions_worker_and_stays(strategy, view, route) -> None:
+    worker, _ = route(strategy, view, "main")
+    others = [f"sub-{number}" for number in range(20)]
+
+    assert {route(strategy, view, each, "main") for each in others} == {(worker, RouteReason.SESSION)}
+    assert {route(strategy, view, each) for each in others} == {(worker, RouteReason.SESSION)}
+    assert len({route(strategy, view, f"{each} alone")[0] for each in others}) > 1
+
+
+def test_a_new_session_follows_a_parent_session_that_has_moved(strategy, view, route) -> None:
+    home, _ = route(strategy, view, "main")
+    assert strategy.forget("main")
+    requests = fill(home, 20)
+    moved, _ = route(strategy, view, "main")
+    assert moved is not home
+    for request in requests:
+        request.finish(0.0)
+
+    assert route(strategy, view, "sub", "main") == (moved, RouteReason.SESSION)
+
+
+def test_a_new_session_is_passed_on_if_its_parent_sessions_worker_is_at_its_bound(
+    strategy, view, route
+) -> None:
+    worker, _ = route(strategy, view, "main")
+    fill(worker, 20)
+
+    other, reason = route(strategy, view, "sub", "main")
+
+    assert other is not worker
+    assert reason is RouteReason.SESSION_SPILL
+
+
+def test_what_a_decision_read_of_both_sessions_can_be_restored(make_strategy, strategy, view, query) -> None:
+    sub = query(session_key="sub", parent_session="main")
+    main = query(session_key="main")
+    decision = strategy.rank(main, view)
+    strategy.on_dispatch(main, decision, decision.ranking[0])
+    found, again = strategy.rank(sub, view), make_strategy()
+
+    again.restore(sub, view, strategy.state_for(sub, view))
+
+    assert again.state_for(sub, view) == strategy.state_for(sub, view)
+    assert again.rank(sub, view).ranking[0].worker is found.ranking[0].worker

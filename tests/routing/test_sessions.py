@@ -34,12 +34,19 @@ def view(router):
 def ask(router, rng):
     """`ask(session)`: the query of a request; without `keys` its prompt is new."""
 
-    def make(session: str | None = "s", keys=None, fingerprint: int = 1) -> RouteQuery:
+    def make(session: str | None = "s", keys=None, fingerprint: int = 1, parent: str | None = None):
         keys = fresh_keys(rng, TOKENS) if keys is None else keys
         worker = None if session is None else router.sessions.worker(MODEL, session)
+        from_parent = worker is None and parent is not None
+        if from_parent:
+            worker = router.sessions.worker(MODEL, parent)
         prompts = (PromptKeys(keys, TOKENS, 16.0),)
         return RouteQuery(
-            MODEL, 0.0, prompts, TOKENS, session, fingerprint=fingerprint, session_worker=worker
+            *(MODEL, 0.0, prompts, TOKENS, session),
+            fingerprint=fingerprint,
+            session_worker=worker,
+            parent_session=parent,
+            from_parent=from_parent,
         )
 
     return make
@@ -113,6 +120,33 @@ def test_a_session_leaves_for_a_worker_that_holds_more_of_the_prompt(router, vie
 
     assert decision.ranking[0].worker.id == A
     assert decision.ranking[0].matched_tokens > 0.9 * TOKENS
+
+
+@pytest.mark.parametrize("fingerprint", range(8))
+def test_a_new_session_starts_where_its_parent_session_is(router, view, ask, fingerprint):
+    send(router, view, ask(session="main"), B)
+    send(router, view, ask(session="other"), A)
+
+    decision = router.decide(ask(session="sub", parent="main", fingerprint=fingerprint), view)
+
+    assert decision.ranking[0].worker.id == B
+
+
+def test_a_new_session_does_not_wait_for_its_parent_sessions_worker(router, view, ask):
+    """A session of its own would stay there at this load: its older blocks are there."""
+    send(router, view, ask(session="main"), B)
+    whole_s = router.costs(MODEL).prefill_s(TOKENS, 0)
+    view.workers[1].load.reserve(0.0, prefill_s=0.5 * KEEP_SHARE * whole_s, tokens=10)
+
+    assert router.decide(ask(session="main"), view).ranking[0].worker.id == B
+    assert router.decide(ask(session="sub", parent="main"), view).ranking[0].worker.id != B
+
+
+def test_a_session_of_its_own_outweighs_the_parent_session(router, view, ask):
+    send(router, view, ask(session="main"), B)
+    send(router, view, ask(session="sub", parent="main"), A)
+
+    assert router.decide(ask(session="sub", parent="main"), view).ranking[0].worker.id == A
 
 
 def test_a_session_follows_its_last_request(router, view, ask):

@@ -75,11 +75,6 @@ def test_ids_are_the_engines_for_every_shape_of_chat(tokenizer: LocalTokenizer, 
         ("responses", {"input": "x", "tools": [{"type": "code_interpreter"}]}, "unsupported"),
         ("responses", {"input": "x", "previous_response_id": "r1"}, "stored_response"),
         ("responses", {"input": [{"type": "function_call_output", "call_id": "1"}]}, "unsupported"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": "x"}], "thinking": {"type": "disabled"}},
-            "unsupported",
-        ),
     ],
 )
 def test_a_chat_that_harmony_cannot_render_gives_a_reason(

@@ -79,15 +79,84 @@ def test_templates_may_be_named_in_the_configuration(write_model: Write, templat
     assert [files.template(has_tools).render([{"role": "user"}]) for has_tools in (False, True)] == ["a", "b"]  # type: ignore[union-attr]
 
 
-def test_special_tokens_are_variables_however_they_are_written(write_model: Write) -> None:
-    folder = write_model("{{ bos_token }}{{ unk_token }}{{ sep_token }}", bos_token={"content": "<|turn|>"})
-    (folder / "special_tokens_map.json").write_text(
-        json.dumps({"unk_token": "<|pad|>", "bos_token": "other"})
-    )
+def shown_by(folder: Path) -> str:
     template = load_model(folder).template(has_tools=False)
-
     assert template is not None
-    assert template.render([{"role": "user"}]) == "<|turn|><|pad|>"
+    return template.render([{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"bos_token": {"content": "<|turn|>"}}, "<|pad|><|end|>"),
+        ({"bos_token": {"content": "<|turn|>"}, "added_tokens_decoder": {}}, "<|turn|>"),
+    ],
+)
+def test_special_tokens_are_variables_however_they_are_written(
+    write_model: Write, config: dict[str, Any], shown: str
+) -> None:
+    """Older models have a file that wins; where the configuration lists the added tokens, nobody reads it."""
+    folder = write_model("{{ bos_token }}{{ unk_token }}{{ sep_token }}", **config)
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"unk_token": {"content": "<|end|>"}, "bos_token": "<|pad|>"})
+    )
+
+    assert shown_by(folder) == shown
+
+
+def test_special_tokens_that_a_model_names_itself_are_variables_and_tokens(write_model: Write) -> None:
+    folder = write_model(
+        "{{ image_token }}{{ boi_token }}{{ think_token }}{{ other_token }}",
+        image_token="<|pad|>",
+        other_token={"content": "no token"},
+        think_token={"__type": "AddedToken", "content": "<|end|>"},
+        extra_special_tokens={"boi_token": "<boi>"},
+        additional_special_tokens=["<more>"],
+    )
+    encode = load_model(folder).encoder.encode
+
+    assert shown_by(folder) == "<|pad|><boi><|end|>"
+    assert [len(encode(text)) for text in ("<boi>", "<more>")] == [1, 1]
+    assert list(encode("boi_token")) == list(load_model(write_model()).encoder.encode("boi_token"))
+
+
+def test_added_tokens_of_older_models_have_a_file(write_model: Write) -> None:
+    folder = write_model()
+    (folder / "added_tokens.json").write_text(json.dumps({"<old>": 8000}))
+
+    assert len(load_model(folder).encoder.encode("<old>")) == 1
+
+
+def test_a_processors_template_renders_chats_without_tools(write_model: Write) -> None:
+    folder = write_model("tokenizer's")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "processor's"}))
+    assert shown_by(folder) == "tokenizer's"
+
+    (folder / "preprocessor_config.json").write_text("{}")
+    tools = load_model(folder).template(has_tools=True)
+
+    assert shown_by(folder) == "processor's"
+    assert tools is not None
+    assert tools.render([{"role": "user"}]) == "tokenizer's"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": json.dumps({"architectures": ["DeepseekV32ForCausalLM"]})},
+        {"config.json": json.dumps({"architectures": ["InklingForConditionalGeneration"]})},
+        {"consolidated.safetensors": "", "tekken.json": "{}"},
+        {"consolidated-1.safetensors": "", "tokenizer.model.v3": ""},
+    ],
+)
+def test_a_template_that_the_engine_passes_over_is_not_used(
+    write_model: Write, files: dict[str, str]
+) -> None:
+    folder = write_model("not used")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+    assert load_model(folder).template(has_tools=False) is None
 
 
 def test_tokens_that_only_the_configuration_names_are_added(write_model: Write) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvroute.openai.shown import billing_rule
 from kvroute.tokens.chat import Chat, EngineFlags, render_chat
 from kvroute.tokens.options import Inexact, TokensReason
-from kvroute.tokens.reading import messages_request
+from kvroute.tokens.reading import messages_request, no_template
 from kvroute.tokens.template import ChatTemplate
 
 Render = Callable[..., str]
@@ -102,7 +102,7 @@ def test_blocks_that_are_no_text_give_a_reason(
 )
 def test_rules_that_need_the_template_are_not_guessed(body: dict[str, Any]) -> None:
     with pytest.raises(Inexact) as refused:
-        messages_request(body, EngineFlags(), None)
+        messages_request(body, EngineFlags(), no_template)
 
     assert refused.value.reason is TokensReason.UNSUPPORTED
 
@@ -144,7 +144,7 @@ def test_a_billing_header_stays_for_releases_that_show_it(release: Any, block: b
         "system": [{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}],
         "messages": [USER, {"role": "system", "content": header}, {"role": "user", "content": "Go."}],
     }
-    chat = messages_request(blocks, flags, template)
+    chat = messages_request(blocks, flags, lambda _: template)
     plain = Chat([{"role": "system", "content": header + "\nBe kind."}])
 
     assert [message["content"] for message in chat.messages] == (

@@ -111,3 +111,49 @@ def test_an_unused_field_does_not_change_a_message_of_role_and_text(
     plain = {"content": content, "role": role}
 
     assert render_chat(Chat([plain]), template) == render_chat(Chat([plain | {"else": 1}]), template)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (
+            "{% macro m(a, b='d') %}({{ a }}{{ b }}{{ kwargs }}{{ varargs }}){% endmacro %}{{ m(1) }}",
+            "(1d{}())",
+        ),
+        (
+            "{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}"
+            "{% for x in [1] %}{{ m(x, 2, c=3) }}{% endfor %}",
+            "1(2,){'c': 3}",
+        ),
+        ("{% macro m() %}<{{ caller() }}>{% endmacro %}{% call m() %}in{% endcall %}", "<in>"),
+        ("{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}", "role=user;content= Hi ;"),
+        (
+            "{{ messages[0].get('name', 'nobody') }}{{ messages[0].content.strip().split('i') }}",
+            "nobody['H', '']",
+        ),
+        ("{{ '{0}{x}'.format(1, x=2) }}", "12"),
+        ("{{ {'get': 1}.get('get') }}{{ {'get': 1}['get'] }}", "11"),
+    ],
+)
+def test_calls_within_a_template_are_jinjas(source: str, shown: str) -> None:
+    template = ChatTemplate(source, {})
+
+    assert template.render([{"role": "user", "content": " Hi "}]) == shown
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].content.__class__.mro() }}",
+        "{{ '{0.__class__.mro}'.format(1)() }}",
+        "{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}",
+        "{{ messages[0].get(1, 2, 3) }}",
+        "{{ missing() }}",
+    ],
+)
+def test_what_the_sandbox_or_jinja_forbids_is_refused(source: str) -> None:
+    with pytest.raises(Inexact, match="template_refused"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])

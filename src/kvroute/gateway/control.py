@@ -177,6 +177,7 @@ def control_routes(
             "session_key_found": plan.query.session_key is not None,
             "parent_session_found": plan.query.parent_session is not None,
             "session_worker": plan.query.session_worker,
+            "session_worker_is_parents": plan.query.from_parent,
             **router.explain(plan.query, plan.decision),
             "filtered": unroutable,
             **({} if plane.queue is None else {"admission": plane.queue.describe(plan.model)}),

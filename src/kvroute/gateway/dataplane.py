@@ -359,6 +359,8 @@ class DataPlane:
         if self.lost.sizes and len(plan.body) in self.lost.sizes:
             self.lost.check(record.key, plan.target, plan.body)
         record.model, record.tokens, record.decision = plan.model, plan.query.tokens, plan.decision
+        if plan.query.from_parent:
+            record.parent_worker = plan.query.session_worker or ""
         if trace is not None:
             trace.decided = self._now()
         if record.use is not None:

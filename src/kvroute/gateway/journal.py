@@ -154,6 +154,9 @@ class Record(Struct, eq=False, gc=False):
     handover: HandoverRecord | None = None
     """Set if another worker was to compute the prompt."""
     ended: float = 0.0
+    parent_worker: str = ""
+    """The worker of the session that began this request's new session, if it was known when a worker was
+    chosen."""
 
 
 Entry = tuple[float, float, Record]
@@ -382,7 +385,7 @@ def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict
         fields["queue_wait_s"] = round(record.queued_s, 6)
     if record.handover is not None:
         fields |= _described_handover(record.handover)
-    for name in ("key", "head_worker", "error", "ended_by", "trace_id"):
+    for name in ("key", "parent_worker", "head_worker", "error", "ended_by", "trace_id"):
         if value := getattr(record, name):
             fields[name] = value
     return fields
@@ -404,6 +407,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
     }
     if record.key:
         entry["key"] = record.key
+    if record.parent_worker:
+        entry["parent_worker"] = record.parent_worker
     if record.head_worker:
         entry["head_worker"] = record.head_worker
     if record.queued_s:

@@ -379,10 +379,13 @@ class Planner:
             tokens = int(len(request.body) / BYTES_PER_TOKEN) if request.endpoint.fills_kv_cache else 1
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
-        model, key, parent, session_worker = space.model, None, None, None
+        model, key, parent, session_worker, from_parent = space.model, None, None, None, False
         if session is not None:
             key, parent = session
             session_worker = self._router.sessions.worker(model, key)
+            if session_worker is None and parent is not None:
+                session_worker = self._router.sessions.worker(model, parent)
+                from_parent = session_worker is not None
         return RouteQuery(
             model,
             now,
@@ -399,6 +402,7 @@ class Planner:
             request.reads_cache,
             takes_rank,
             rank,
+            from_parent,
         )
 
 

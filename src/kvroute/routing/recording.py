@@ -245,6 +245,7 @@ class DecisionRecorder:
                 reads_cache=query.reads_cache,
                 takes_rank=query.takes_rank,
                 rank=query.rank,
+                from_parent=query.from_parent,
             ),
             slots,
         )

@@ -4,6 +4,9 @@ For the strategies that rank by cost. What a worker holds of a prompt decides th
 ties. It matters when the prompt itself says nothing: a session whose beginning its client has replaced by a
 summary ("compacted") shares with its worker what it shares with all. Its older blocks are there, and the
 client may return to them. No token is counted as held for a session's sake.
+
+A new session that another one has begun, such as a sub-agent's, starts where that one is, if this costs
+nothing: what the two prompts share is held there.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ def session_hash(model: str, session_key: str) -> int:
 def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
     """Put the session's worker first if it costs hardly more than the first one. Returns whether it did.
 
+    A new session's first worker, that of its parent session, must be as cheap as the first one.
+
     Costs are compared without `marginal`, which spreads new conversations over the workers.
     `query.session_worker` must not be None. O(workers).
     """
@@ -89,7 +94,9 @@ def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
         return False
     best, own = rows[first][0] - rows[first][3], rows[place][0] - rows[place][3]
     tie_s = best * costs.tie_share + costs.tie_s
-    keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
+    keep_s = 0.0
+    if not query.from_parent:
+        keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
     if own - best > max(tie_s, keep_s):
         return False
     ranking.put_first(workers[place])

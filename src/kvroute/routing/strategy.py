@@ -227,7 +227,8 @@ class RouteReason(StrEnum):
     """Another worker's caches hold more of the prompt, but using them would cost more."""
     KV_MISS = "kv_miss"
     SESSION_KEPT = "session_kept"
-    """The session's last request went to this worker, and no other one costs noticeably less."""
+    """The session's last request went to this worker, or, if the session is new, that of its parent session,
+    and no other one costs noticeably less."""
     KV_APPROXIMATE = "kv_approximate"
     """The prompt's token ids are unknown, so the route history decided."""
     NO_PROMPT = "no_prompt"
@@ -281,6 +282,8 @@ class RouteQuery(Struct, frozen=True, gc=False):
     """Whether the gateway may choose the data-parallel rank; False if the engine's own balancer does."""
     rank: int | None = None
     """The data-parallel rank that the client has chosen, as in the header (`Worker.sent_rank`)."""
+    from_parent: bool = False
+    """Whether the session is new, and `session_worker` is the worker of `parent_session`."""
 
 
 class CostTerms(NamedTuple):

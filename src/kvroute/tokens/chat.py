@@ -27,6 +27,10 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
 }
 _SKIPPED_IF_NULL = ("text", "refusal")
+_SWITCHES: Final[Mapping[Any, bool]] = {
+    **dict.fromkeys((True, "1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys((False, "0", "off", "f", "false", "n", "no"), False),
+}
 _SPECIAL_ROLES: Final = ("system", "developer")
 """Roles whose messages vLLM changes before it renders them."""
 # Fields of parts that vLLM knows. Templates that take parts get all other fields, too.
@@ -77,21 +81,40 @@ def chat_completion(body: Mapping[str, Any], flags: EngineFlags) -> Chat:
         tools = None
     return Chat(
         messages=[validated(message) for message in objects(body.get("messages"))],
-        tools=None if tools is None else [tool_schema(tool.get("function")) for tool in objects(tools)],
+        tools=None if tools is None else [_chat_tool(tool) for tool in objects(tools)],
         kwargs=template_kwargs(
             body.get("chat_template_kwargs"),
             {
-                "add_generation_prompt": body.get("add_generation_prompt", True),
-                "continue_final_message": body.get("continue_final_message", False),
+                "add_generation_prompt": switch(body, "add_generation_prompt", default=True),
+                "continue_final_message": _continued(body),
                 "documents": body.get("documents"),
             },
             body.get("reasoning_effort"),
             flags,
         ),
-        add_special_tokens=body.get("add_special_tokens") is True,
+        add_special_tokens=switch(body, "add_special_tokens", default=False),
         truncate_to=body.get("truncate_prompt_tokens"),
         truncation_side=body.get("truncation_side"),
     )
+
+
+def switch(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """A field that is true or false, by the rules of vLLM's validation (pydantic's, not strict)."""
+    value = body.get(name, default)
+    if isinstance(value, str):
+        value = value.lower()
+    # 1 == 1.0 == True
+    if isinstance(value, (int, float, str)) and value in _SWITCHES:
+        return _SWITCHES[value]
+    raise Inexact(TokensReason.UNREADABLE)
+
+
+def _continued(body: Mapping[str, Any]) -> bool | str:
+    """Whether the final message is continued; a text names the field that is."""
+    value = body.get("continue_final_message", False)
+    if isinstance(value, str) and value.lower() not in _SWITCHES:
+        return value
+    return switch(body, "continue_final_message", default=False)
 
 
 def validated(message: Message) -> Message:
@@ -144,6 +167,12 @@ def template_kwargs(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _chat_tool(tool: Message) -> Message:
+    if tool.get("defer_loading") is not None:
+        raise Inexact(TokensReason.UNSUPPORTED)
+    return tool_schema(tool.get("function"))
 
 
 def tool_schema(function: Any) -> Message:

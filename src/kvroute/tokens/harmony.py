@@ -27,7 +27,7 @@ from kvroute.openai.request import InferenceRequest
 from kvroute.tokens.chat import EngineFlags, objects, validated
 from kvroute.tokens.encoders import SegmentCache, joined
 from kvroute.tokens.options import Inexact, TokensReason, UnusableModel
-from kvroute.tokens.reading import TokenIds, messages_request, truncated
+from kvroute.tokens.reading import PickTemplate, TokenIds, messages_request, no_template, truncated
 
 MODEL_TYPE: Final = "gpt_oss"
 """`model_type` in the config.json of models whose chats vLLM renders with Harmony."""
@@ -291,12 +291,17 @@ def tokens_of(chat: HarmonyChat, harmony: Harmony, cache: SegmentCache) -> Token
     return truncated(ids, chat.truncate_to, None)
 
 
-def harmony_chat(path: str, body: Mapping[str, Any], flags: EngineFlags, today: str) -> HarmonyChat:
-    """The conversation that vLLM builds from a body of `path`. Raises Inexact if kvroute cannot build it."""
+def harmony_chat(
+    path: str, body: Mapping[str, Any], flags: EngineFlags, today: str, pick: PickTemplate = no_template
+) -> HarmonyChat:
+    """The conversation that vLLM builds from a body of `path`. Raises Inexact if kvroute cannot build it.
+
+    `pick`: the chat templates that the model has beside Harmony.
+    """
     if path == "/v1/responses":
         return _responses(body, today)
     if path == "/v1/messages":
-        return _messages(body, flags, today)
+        return _messages(body, flags, today, pick)
     if isinstance(transfer := body.get("kv_transfer_params"), dict) and transfer.get("prompt_token_ids"):
         raise Inexact(TokensReason.UNSUPPORTED)
     turns = [validated(message) for message in objects(body.get("messages"))]
@@ -315,14 +320,17 @@ def _chat(turns: list[dict[str, Any]], tools: list[Any] | None, effort: Any, tod
     return HarmonyChat(messages, has_functions, names)
 
 
-def _messages(body: Mapping[str, Any], flags: EngineFlags, today: str) -> HarmonyChat:
-    # vLLM has no chat template here, and finds out nothing from one.
-    if isinstance(thinking := body.get("thinking"), dict) and thinking.get("type") == "disabled":
-        raise Inexact(TokensReason.UNSUPPORTED)
+def _messages(body: Mapping[str, Any], flags: EngineFlags, today: str, pick: PickTemplate) -> HarmonyChat:
+    # vLLM takes the least effort for disabled thinking, because Harmony has no effort "none". Where later
+    # system messages go depends on the chat template, though it renders nothing.
+    is_disabled = isinstance(thinking := body.get("thinking"), dict) and thinking.get("type") == "disabled"
+    if is_disabled:
+        body = {name: value for name, value in body.items() if name != "thinking"}
     tools_dropped = EngineFlags(tools_dropped_for_none=flags.tools_dropped_for_none)
-    chat = messages_request(body, tools_dropped, None)
+    chat = messages_request(body, tools_dropped, pick)
     tools = None if chat.tools is None else [tool["function"] for tool in chat.tools]
-    return _chat(list(chat.messages), tools, chat.kwargs.get("reasoning_effort"), today)
+    effort = "low" if is_disabled else chat.kwargs.get("reasoning_effort")
+    return _chat(list(chat.messages), tools, effort, today)
 
 
 def _function_tools(body: Mapping[str, Any]) -> list[Any] | None:

@@ -65,6 +65,16 @@ from kvroute.tokens.windows import MOST_MESSAGES, Proofs, Window, Windows
 
 log = logging.getLogger(__name__)
 
+_OF_PROCESSOR: Final = "/processor"
+"""The template of a processor for media. It renders chats without tools; no file can have its name."""
+_RENDERED_IN_PYTHON: Final = frozenset(
+    (
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        *("DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "InklingForCausalLM"),
+        *("InklingForConditionalGeneration",),
+    )
+)
+"""Architectures whose chats vLLM renders without a chat template."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -88,8 +98,9 @@ class ModelFiles:
         return self.harmony is not None or any(each.shows_dates for each in self.templates.values())
 
     def template(self, has_tools: bool) -> ChatTemplate | None:
-        if has_tools and "tool_use" in self.templates:
-            return self.templates["tool_use"]
+        special = "tool_use" if has_tools else _OF_PROCESSOR
+        if special in self.templates:
+            return self.templates[special]
         return self.templates.get("default")
 
 
@@ -108,8 +119,9 @@ def load_model(
     # Requests already run in several threads; the tokenizer's own pool would compete with the event loop.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     config = _json_object(folder / "tokenizer_config.json")
-    for name, value in _json_object(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
+    if "added_tokens_decoder" not in config:  # older models have two more files
+        config |= _json_object(folder / "special_tokens_map.json")
+        config["added_tokens_decoder"] = _older_added_tokens(folder, config)
     if config.get("split_special_tokens"):
         raise UnusableModel("split_special_tokens is set: special tokens are encoded as text")
     tokenizer = _tokenizer(folder, config)
@@ -125,7 +137,8 @@ def load_model(
     encoder = choose_encoder(tokenizer, allow_fastokens=allow_fastokens)
     if not cuts_are_exact(tokenizer, cutter, encoder.encode):
         cutter = Cutter(())
-    is_harmony = _json_object(folder / "config.json").get("model_type") == MODEL_TYPE
+    model = _json_object(folder / "config.json")
+    is_harmony = model.get("model_type") == MODEL_TYPE
     harmony, why_no_harmony = None, ""
     if is_harmony:
         try:
@@ -136,7 +149,9 @@ def load_model(
         encoder=encoder,
         cutter=cutter,
         added_around=added_around(tokenizer),
-        templates=_templates(folder, config, flags or EngineFlags(), now),
+        templates={}
+        if _has_renderer(folder, model)
+        else _templates(folder, config, flags or EngineFlags(), now),
         is_harmony=is_harmony,
         harmony=harmony,
         why_no_harmony=why_no_harmony,
@@ -152,6 +167,19 @@ def harmony_files(vocabulary: Path | None) -> ModelFiles:
         added_around=(array("I"), array("I")),
         is_harmony=True,
         harmony=harmony,
+    )
+
+
+def _has_renderer(folder: Path, model: Mapping[str, Any]) -> bool:
+    """Whether vLLM renders this model's chats in Python, and passes over a chat template.
+
+    Source: vLLM 0.32, config/model.py (tokenizer_mode) and tokenizers/registry.py (files of Mistral).
+    """
+    architectures = model.get("architectures")
+    if isinstance(architectures, list) and not _RENDERED_IN_PYTHON.isdisjoint(map(str, architectures)):
+        return True
+    return any(folder.glob("consolidated*.safetensors")) and any(
+        next(folder.glob(pattern), None) for pattern in ("tekken.json", "tokenizer.model.v*")
     )
 
 
@@ -180,8 +208,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
         if token.get("content") not in known:
             tokenizer.add_tokens([_added_token(token)])
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
-    for token in (*(config.get(name) for name in _NAMED_TOKENS), *extra):
+    for token in (*_named_tokens(config).values(), *_unnamed_tokens(config)):
         if token and _text(token) not in tokenizer.get_vocab(with_added_tokens=True):
             tokenizer.add_special_tokens([_added_token({"content": _text(token)})])
     return tokenizer
@@ -198,6 +225,35 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
     )
 
 
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> special token. Beside the usual names a model may have its own, such as `image_token`."""
+    named = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
+    named |= {
+        name: token
+        for name, token in config.items()
+        if name not in _NAMED_TOKENS
+        and name.endswith("_token")
+        and (isinstance(token, str) or (isinstance(token, dict) and token.get("__type") == "AddedToken"))
+    }
+    extra = config.get("extra_special_tokens")
+    return named | extra if isinstance(extra, dict) else named
+
+
+def _unnamed_tokens(config: Mapping[str, Any]) -> Sequence[Any]:
+    extra = config.get("extra_special_tokens")
+    return extra if extra and isinstance(extra, list) else config.get("additional_special_tokens") or ()
+
+
+def _older_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tokens of added_tokens.json in the form of `added_tokens_decoder`."""
+    named = (config.get(name) for name in _NAMED_TOKENS)
+    special = {_text(token) for token in (*named, *_unnamed_tokens(config)) if token}
+    return {
+        str(number): {"content": text, "special": text in special, "normalized": text not in special}
+        for text, number in _json_object(folder / "added_tokens.json").items()
+    }
+
+
 def _text(token: Any) -> str:
     """The text of a special token that is given as a string or as an object."""
     return str(token.get("content", "") if isinstance(token, dict) else token)
@@ -206,7 +262,7 @@ def _text(token: Any) -> str:
 def _templates(
     folder: Path, config: Mapping[str, Any], flags: EngineFlags, now: Callable[[], datetime]
 ) -> Mapping[str, ChatTemplate]:
-    variables = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
+    variables = {name: _text(token) for name, token in _named_tokens(config).items()}
     templates = {}
     for name, source in _sources(folder, config).items():
         try:
@@ -229,7 +285,17 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files = {"default": folder / "chat_template.jinja"}
     files.update((path.stem, path) for path in (folder / "additional_chat_templates").glob("*.jinja"))
     found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    return found or sources
+    return (found or sources) | _processor_source(folder)
+
+
+def _processor_source(folder: Path) -> dict[str, str]:
+    """The template that only a processor for media reads, by transformers 5, processing_utils.py."""
+    if not any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        return {}
+    for name in ("processor_config.json", "chat_template.json"):
+        if isinstance(text := _json_object(folder / name).get("chat_template"), str):
+            return {_OF_PROCESSOR: text}
+    return {}
 
 
 _QUICK_MESSAGES: Final = 32
@@ -341,7 +407,7 @@ class LocalTokenizer:
             raise Inexact(TokensReason.HARMONY)
         assert self._harmony is not None
         body, today = decoded(request), harmony.today()
-        chat = harmony_chat(request.endpoint.path, body, self._flags, today)
+        chat = harmony_chat(request.endpoint.path, body, self._flags, today, self._files.template)
         if not self._is_cached(request) or (found := new_conversation(request)) is None:
             return tokens_of(chat, harmony, self._messages)
         grown = self._harmony.first_turn(chat, body["messages"], today)

@@ -17,18 +17,35 @@ import msgspec
 from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, separators
 from kvroute.openai.request import InferenceRequest
 from kvroute.openai.shown import without_billing
-from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, objects, template_kwargs, tool_schema
+from kvroute.tokens.chat import (
+    Chat,
+    EngineFlags,
+    chat_completion,
+    objects,
+    switch,
+    template_kwargs,
+    tool_schema,
+)
 from kvroute.tokens.options import Inexact, TokensReason
 from kvroute.tokens.template import ChatTemplate, Message
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: ChatTemplate | None) -> Chat:
+PickTemplate: TypeAlias = Callable[[bool], "ChatTemplate | None"]
+"""has tools -> the model's chat template for such chats."""
+
+
+def no_template(_has_tools: bool) -> ChatTemplate | None:
+    """The `PickTemplate` of models whose chats are not rendered by a template."""
+    return None
+
+
+def messages_request(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate) -> Chat:
     """The chat that vLLM builds from a body of /v1/messages. Raises Inexact.
 
-    Two of vLLM's rules depend on the chat template. Without a template, bodies under these rules raise
-    Inexact.
+    Two of vLLM's rules depend on the chat templates, whether or not this chat has tools. Without a
+    template, bodies under these rules raise Inexact.
     """
     turns = objects(body.get("messages"))
     drops = flags.billing.blocks
@@ -36,9 +53,10 @@ def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: Chat
     later = [
         text for turn in turns if turn.get("role") == "system" for text in [_joined(turn, drops)] if text
     ]
-    if later and template is None:
+    templates = [template for template in (pick(False), pick(True)) if template is not None]
+    if later and not templates:
         raise Inexact(TokensReason.UNSUPPORTED)
-    moved = template is not None and template.wants_system_first
+    moved = any(template.wants_system_first for template in templates)
     messages: list[Message] = []
     if moved:
         system += later
@@ -60,30 +78,31 @@ def messages_request(body: Mapping[str, Any], flags: EngineFlags, template: Chat
         kwargs=template_kwargs(
             body.get("chat_template_kwargs"),
             {"add_generation_prompt": True, "continue_final_message": False},
-            _effort(body, template),
+            _effort(body, flags, pick(False)),
             flags,
         ),
     )
 
 
-def _effort(body: Mapping[str, Any], template: ChatTemplate | None) -> str | None:
+def _effort(body: Mapping[str, Any], flags: EngineFlags, template: ChatTemplate | None) -> str | None:
     thinking, output = body.get("thinking"), body.get("output_config")
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         if template is None:
             raise Inexact(TokensReason.UNSUPPORTED)
-        return _least_effort(template)
+        return _least_effort(template, flags)
     return output.get("effort") if isinstance(output, dict) else None
 
 
-def _least_effort(template: ChatTemplate) -> str:
+def _least_effort(template: ChatTemplate, flags: EngineFlags) -> str:
     """vLLM's effort for disabled thinking: "none", or "low" if the template does not know "none"."""
 
     def probe(effort: str) -> str | None:
         message: Message = {"role": "user", "content": "Hi"}
         if template.content_format == "openai":
             message["content"] = [{"type": "text", "text": "Hi"}]
+        kwargs = template_kwargs(None, {}, effort, flags)
         try:
-            return template.render([message], reasoning_effort=effort, enable_thinking=effort != "none")
+            return template.render([message], **kwargs)
         except Inexact:
             return None
 
@@ -310,8 +329,6 @@ TokenIds: TypeAlias = "array[int]"
 """An array of type code "I": 4 bytes per token, in the form that is hashed."""
 _MOST_VALUES = 262_144
 _FIELDS_BESIDE_IDS = ("suffix", "prompt_embeds", "truncate_prompt_tokens", "truncation_side")
-PickTemplate = Callable[[bool], ChatTemplate | None]
-"""has tools -> the model's chat template for such chats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +400,7 @@ def _chat(body: Mapping[str, Any], flags: EngineFlags, _: PickTemplate) -> Chat:
 
 
 def _messages(body: Mapping[str, Any], flags: EngineFlags, pick: PickTemplate) -> Chat:
-    return messages_request(body, flags, pick(body.get("tools") is not None))
+    return messages_request(body, flags, pick)
 
 
 def _responses(body: Mapping[str, Any], flags: EngineFlags, _: PickTemplate) -> Chat:
@@ -396,7 +413,7 @@ def _completion(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplat
     return Plain(
         texts=texts,
         ids=ids,
-        add_special_tokens=body.get("add_special_tokens", True) is True,
+        add_special_tokens=switch(body, "add_special_tokens", default=True),
         truncate_to=body.get("truncate_prompt_tokens"),
         truncation_side=body.get("truncation_side"),
     )
@@ -413,7 +430,7 @@ def _pooling(body: Mapping[str, Any], _flags: EngineFlags, _pick: PickTemplate) 
     return Plain(
         texts=texts,
         ids=ids,
-        add_special_tokens=body.get("add_special_tokens", True) is True,
+        add_special_tokens=switch(body, "add_special_tokens", default=True),
         truncate_to=keep,
         truncation_side=side,
     )

@@ -62,6 +62,7 @@ export function sentences(entry) {
     `Request ${entry.request_id} went to ${first.worker}, because ${REASONS[entry.reason] ?? entry.reason} (${entry.reason}).`,
   ];
   if (entry.member) said.push(`${entry.member} decided.`);
+  if (entry.parent_worker) said.push(`The session that began this new one was last at ${entry.parent_worker}.`);
   if (first.worker !== entry.worker) {
     said.push(`After ${entry.attempts} attempts it was answered by ${entry.worker}.`);
   }

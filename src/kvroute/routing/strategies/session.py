@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterator
+from itertools import chain
 from math import ceil, inf
 from typing import ClassVar, NamedTuple
 
@@ -169,6 +170,8 @@ class Session:
         workers = {worker.id: worker for worker in view.workers}
         preferred = ring.home(place)
         stored = self._placements.peek((view.model, place))
+        if stored is None and query.parent_session is not None:
+            preferred = self._worker_of_parent(query.parent_session, view.model, ring, workers)
         bound = own_bound = self._bound(view)
         if stored is not None and stored.worker in workers and _is_valid(stored, preferred, workers):
             preferred = stored.worker
@@ -178,7 +181,7 @@ class Session:
             reason = RouteReason.SESSION_SPILL
             chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
         elif stored is None:
-            chosen = self._first_worker(query, ranking, ring.walk(place), bound)
+            chosen = self._first_worker(query, ranking, chain((preferred,), ring.walk(place)), bound)
             if chosen != preferred:
                 reason = RouteReason.SESSION_SPILL
         if targets is None:
@@ -187,6 +190,16 @@ class Session:
         preferred_rank = stored.rank if stored is not None and stored.worker == chosen else None
         ranking.put_first(workers[chosen], self._rank(workers[chosen], targets, place, preferred_rank))
         return RouteDecision(self.name, reason, best_ranks(ranking))
+
+    def _worker_of_parent(
+        self, parent: str, model: str, ring: Ring, workers: Container[WorkerId]
+    ) -> WorkerId:
+        """Where the session is that began this one: what the two prompts share is held there."""
+        place = _place(parent)
+        home, stored = ring.home(place), self._placements.peek((model, place))
+        if stored is not None and stored.worker in workers and _is_valid(stored, home, workers):
+            return stored.worker
+        return home
 
     def _first_worker(
         self, query: RouteQuery, ranking: Ranking, walk: Iterator[WorkerId], bound: int
@@ -202,8 +215,10 @@ class Session:
         scores: dict[WorkerId, float] = {}
         for worker, row in zip(workers, rows, strict=True):
             if worker.load.in_flight < bound:
+                # `marginal` spreads new conversations, and this one continues that of its parent session.
+                score = row[0] if query.parent_session is None else row[0] - row[3]
                 known = scores.get(worker.spec.id)
-                scores[worker.spec.id] = row[0] if known is None or row[0] < known else known
+                scores[worker.spec.id] = score if known is None or score < known else known
         best = min(scores.values())
         keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
         limit = best + max(best * costs.tie_share + costs.tie_s, keep_s)
@@ -246,23 +261,17 @@ class Session:
         if known is not None:
             self._placements.put(key, _Placement(known[1].home(place), worker, rank))
 
-    def state_for(self, query: RouteQuery, view: FleetView) -> tuple[WorkerId, WorkerId, int | None] | None:
-        """The session's placement. See `StatefulStrategy`."""
-        if query.session_key is None:
-            return None
-        return self._placements.peek((view.model, _place(query.session_key)))
+    def state_for(self, query: RouteQuery, view: FleetView) -> tuple[_Placement | None, ...]:
+        """The placements of the session and of its parent session. See `StatefulStrategy`."""
+        return tuple(self._placements.peek((view.model, place)) for place in _places(query))
 
-    def restore(
-        self, query: RouteQuery, view: FleetView, state: tuple[WorkerId, WorkerId, int | None] | None
-    ) -> None:
+    def restore(self, query: RouteQuery, view: FleetView, state: tuple[_Placement | None, ...]) -> None:
         """See `StatefulStrategy`."""
-        if query.session_key is None:
-            return
-        key = view.model, _place(query.session_key)
-        if state is None:
-            self._placements.pop(key)
-        else:
-            self._placements.put(key, _Placement(*state))
+        for place, placement in zip(_places(query), state, strict=True):
+            if placement is None:
+                self._placements.pop((view.model, place))
+            else:
+                self._placements.put((view.model, place), placement)
 
     def placements(self) -> list[tuple[str, int, WorkerId, WorkerId, int | None]]:
         """Model, hash of the session key, home, worker and rank of each placement, the least recently used
@@ -318,6 +327,14 @@ class Session:
 def _is_valid(stored: _Placement, home: WorkerId, present: Container[WorkerId]) -> bool:
     """Whether the placement was chosen for this home, or for a home that has left since."""
     return stored.home == home or stored.home not in present
+
+
+def _places(query: RouteQuery) -> list[int]:
+    """The places of the session and of its parent session, as far as the request has them."""
+    if query.session_key is None:
+        return []
+    keys = (query.session_key, query.parent_session)
+    return [_place(key) for key in keys if key is not None]
 
 
 def _place(session_key: str) -> int:
