@@ -254,6 +254,12 @@ class KeyLimitReached(TooManyRequests):
         )
 
 
+class TooManyGuesses(TooManyRequests):
+    """Too many wrong admin keys were sent."""
+
+    code = "too_many_key_guesses"
+
+
 class QueueFull(TooManyRequests):
     code = "queue_full"
 

@@ -14,6 +14,7 @@ from pydantic import model_validator
 
 from kvroute.errors import ConfigError
 from kvroute.options import Options, option
+from kvroute.secret_files import writers_problem
 
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 _KEY = b"PRIVATE KEY-----"
@@ -229,6 +230,8 @@ def _require(file: Path, mark: bytes, kind: str, path: str) -> None:
         raise TlsFileError(path, f"cannot read {file}: {error.strerror}") from None
     if mark not in text:
         raise TlsFileError(path, f"{file} has no PEM {kind}")
+    if problem := writers_problem(file):
+        raise TlsFileError(path, problem)
 
 
 class _EncryptedKey(Exception):

@@ -233,10 +233,10 @@ class TestEnvironment:
 
     @pytest.mark.parametrize("text", ["0123", "1e3", "on", "null", "a: b", "[x"])
     def test_text_is_used_unchanged(self, text):
-        config = load(environ={"KVROUTE__ADMIN__API_KEY": text, "KVROUTE__SERVER__HOST": text}).config
+        config = load(environ={"KVROUTE__FLEET__WORKER_API_KEY": text, "KVROUTE__SERVER__HOST": text}).config
 
-        assert config.admin.api_key is not None
-        assert config.admin.api_key.get_secret_value() == text
+        assert config.fleet.worker_api_key is not None
+        assert config.fleet.worker_api_key.get_secret_value() == text
         assert config.server.host == text
 
     def test_nothing_means_not_set_where_that_is_allowed(self):
@@ -305,7 +305,10 @@ class TestAssignments:
         assert loaded.origins == {("fleet", "aliases", "gpt-4.1"): '--set fleet.aliases."gpt-4.1"'}
 
     def test_the_value_may_hold_equals_signs(self):
-        assert load(assignments=["admin.api_key=a=b"]).config.admin.api_key.get_secret_value() == "a=b"
+        assert (
+            load(assignments=["fleet.worker_api_key=a=b"]).config.fleet.worker_api_key.get_secret_value()
+            == "a=b"
+        )
 
     @pytest.mark.parametrize("text", ["server.port", "=1", "server..port=1", 'a"b=1', ".a=1", 'a."b=1'])
     def test_text_that_is_no_assignment_is_refused(self, text):
@@ -319,11 +322,11 @@ class TestAssignments:
 
 class TestSecrets:
     def test_a_secret_comes_from_its_file_without_the_newline(self, tmp_path):
-        (tmp_path / "key").write_text("s3cret\n")
+        (tmp_path / "key").write_text("s3cret-0123456789\n")
 
         config = load(environ={"KVROUTE__ADMIN__API_KEY_FILE": str(tmp_path / "key")}).config
 
-        assert config.admin.api_key.get_secret_value() == "s3cret"
+        assert config.admin.api_key.get_secret_value() == "s3cret-0123456789"
 
     def test_a_list_of_secrets_is_one_a_line(self, tmp_path, write):
         (tmp_path / "keys").write_text("# clients\none\n\n  two  \n")
@@ -333,9 +336,11 @@ class TestSecrets:
         assert [key.get_secret_value() for key in config.server.api_keys] == ["one", "two"]
 
     def test_a_secret_given_twice_is_an_error(self, tmp_path):
-        (tmp_path / "key").write_text("s3cret")
+        (tmp_path / "key").write_text("s3cret-0123456789")
 
-        found = problems(assignments=[f"admin.api_key_file={tmp_path / 'key'}", "admin.api_key=other"])
+        found = problems(
+            assignments=[f"admin.api_key_file={tmp_path / 'key'}", "admin.api_key=another-admin-key"]
+        )
 
         assert found == ["admin.api_key_file: set either this or admin.api_key, not both"]
 
@@ -368,18 +373,45 @@ class TestSecrets:
 
     def test_several_admin_keys_are_one_a_line(self, tmp_path):
         file = tmp_path / "keys"
-        file.write_text("# newest first\nnew\nold\n")
+        file.write_text("# newest first\nnew-0123456789abc\nold-0123456789abc\n")
 
-        assert load(assignments=[f"admin.api_key_file={file}"]).config.admin.keys == ("new", "old")
-        assert load(environ={"KVROUTE__ADMIN__API_KEY": "one,key"}).config.admin.keys == ("one,key",)
+        assert load(assignments=[f"admin.api_key_file={file}"]).config.admin.keys == (
+            "new-0123456789abc",
+            "old-0123456789abc",
+        )
+        one = "one,key-0123456789"
+        assert load(environ={"KVROUTE__ADMIN__API_KEY": one}).config.admin.keys == (one,)
         assert load().config.admin.keys == ()
 
     def test_blank_keys_are_errors(self, write):
         for text in ("server: {api_keys: ['']}", "server: {api_keys: [a, ' ']}", "admin: {api_key: ''}"):
             assert len(problems(file=write(text))) == 1, text
 
+    def test_a_short_admin_key_is_an_error_that_does_not_show_it(self, tmp_path):
+        (tmp_path / "keys").write_text("long-enough-0123456789\nshortshortshort\n")
+
+        (one,) = problems(assignments=["admin.api_key=hidden-as-is"])
+        (two,) = problems(assignments=[f"admin.api_key_file={tmp_path / 'keys'}"])
+
+        assert one.startswith("admin.api_key: the key has 12 characters; an admin key needs 16 or more")
+        assert two.startswith("admin.api_key: key 2 of 2 has 15 characters;")
+        assert two.endswith(f"({tmp_path / 'keys'})")
+        assert "hidden" not in one
+        assert "shortshort" not in two
+
+    def test_a_file_with_a_secret_that_every_user_may_write_is_an_error(self, tmp_path):
+        file = tmp_path / "key"
+        file.write_text("secret-0123456789")
+        file.chmod(0o666)
+
+        for name in ("admin.api_key", "fleet.worker_api_key", "server.api_keys", "sharing.password"):
+            (found,) = problems(assignments=[f"{name}_file={file}"])
+            assert found.startswith(f"{name}_file: {file} has mode 0666: every user may have written it"), (
+                found
+            )
+
     def test_a_clients_key_cannot_be_the_admin_key(self, write):
-        text = "server: {api_keys: [hidden]}\nadmin: {api_key: hidden}\n"
+        text = "server: {api_keys: [hidden-0123456789]}\nadmin: {api_key: hidden-0123456789}\n"
 
         (found,) = problems(file=write(text))
 

@@ -4,7 +4,7 @@ import yaml
 
 from kvroute.app.config import Config, flow, load, masked, resolved_yaml
 
-SECRETS = ["server.api_keys=hidden1,hidden2", "admin.api_key=hidden3"]
+SECRETS = ["server.api_keys=hidden1,hidden2", "admin.api_key=hidden3-0123456789"]
 
 
 def test_the_resolved_configuration_is_yaml_that_loads_to_the_same():
@@ -30,7 +30,7 @@ def test_a_value_that_was_set_is_followed_by_its_origin(tmp_path):
 
 
 def test_secrets_are_masked_and_their_file_is_named(tmp_path):
-    (tmp_path / "key").write_text("hidden4")
+    (tmp_path / "key").write_text("hidden4-0123456789")
     loaded = load(assignments=[SECRETS[0], f"admin.api_key_file={tmp_path / 'key'}"])
 
     text = resolved_yaml(loaded)

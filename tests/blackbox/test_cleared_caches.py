@@ -7,7 +7,7 @@ import pytest
 from tests.support.engines import MODEL, fake_engine
 from tests.support.waiting import until
 
-ADMIN = {"authorization": "Bearer admin-secret"}
+ADMIN = {"authorization": "Bearer admin-secret-0123"}
 PROMPT = {"model": MODEL, "prompt": "A prompt that is long enough for many blocks. " * 60, "max_tokens": 1}
 FAST = ("--set", "fleet.health.metrics_interval_s=0.2", "--set", "fleet.health.interval_s=0.2")
 
@@ -19,7 +19,7 @@ def start(serve, processes):
     async def run(count: int, *arguments: str, **settings):
         engines = [await processes.enter_async_context(fake_engine(**settings)) for _ in range(count)]
         workers = [part for engine in engines for part in ("--worker", engine.url)]
-        running = await serve(*workers, "--set", "admin.api_key=admin-secret", *arguments)
+        running = await serve(*workers, "--set", "admin.api_key=admin-secret-0123", *arguments)
         client = httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False)
         return await processes.enter_async_context(client), engines
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.engines import MODEL, fake_engine
 from tests.support.waiting import until
 
-ADMIN = {"authorization": "Bearer admin-secret"}
+ADMIN = {"authorization": "Bearer admin-secret-0123"}
 BODY = {"model": MODEL, "prompt": "A prompt.", "max_tokens": 1}
 
 
@@ -33,7 +33,7 @@ async def answers(client: httpx.AsyncClient) -> None:
 
 async def test_a_gateway_without_workers_gets_them_through_the_admin_api(serve, processes):
     engine = await processes.enter_async_context(fake_engine())
-    running = await serve("--set", "fleet.may_be_empty=true", "--set", "admin.api_key=admin-secret")
+    running = await serve("--set", "fleet.may_be_empty=true", "--set", "admin.api_key=admin-secret-0123")
     async with httpx.AsyncClient(base_url=running.url, timeout=30, trust_env=False) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
@@ -45,7 +45,7 @@ async def test_a_gateway_without_workers_gets_them_through_the_admin_api(serve, 
 
 
 async def test_a_server_without_health_is_used_if_it_needs_none(serve, plain_server):
-    running = await serve("--set", "fleet.may_be_empty=true", "--set", "admin.api_key=admin-secret")
+    running = await serve("--set", "fleet.may_be_empty=true", "--set", "admin.api_key=admin-secret-0123")
     async with httpx.AsyncClient(base_url=running.url, timeout=30, trust_env=False) as client:
         body = {"url": plain_server.url, "models": [MODEL], "needs_health": False}
         added = await client.post("/admin/workers", json=body, headers=ADMIN)

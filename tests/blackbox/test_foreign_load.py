@@ -9,7 +9,7 @@ import pytest
 from tests.support.engines import MODEL, FakeEngine, fake_engine
 from tests.support.waiting import until
 
-ADMIN = {"authorization": "Bearer admin-secret"}
+ADMIN = {"authorization": "Bearer admin-secret-0123"}
 FAST = ("--set", "fleet.health.interval_s=0.1", "--set", "fleet.health.metrics_interval_s=0.2")
 
 
@@ -52,7 +52,7 @@ def start(serve, processes):
     async def run(*arguments: str, **settings):
         engines = [await processes.enter_async_context(fake_engine(**settings)) for _ in range(2)]
         workers = [part for engine in engines for part in ("--worker", engine.url)]
-        running = await serve(*workers, "--set", "admin.api_key=admin-secret", *FAST, *arguments)
+        running = await serve(*workers, "--set", "admin.api_key=admin-secret-0123", *FAST, *arguments)
         client = httpx.AsyncClient(base_url=running.url, timeout=30, trust_env=False)
         return await processes.enter_async_context(client), engines
 

@@ -64,7 +64,7 @@ def keyed(serve, sim, file):
             "--worker", worker, "--set", f"server.fast_lane={lane}",
             "--set", f"server.client_keys.file={file.path}",
             "--set", "server.client_keys.reload_interval_s=0.05",
-            "--set", "admin.api_key=admin-key", *arguments,
+            "--set", "admin.api_key=admin-key-0123456789", *arguments,
         )  # fmt: skip
 
     return start
@@ -80,7 +80,7 @@ async def chat(gateway, key: str, **fields: object):
         return await client.chat.completions.create(**{**CHAT, **fields})
 
 
-async def get(gateway, path: str, key: str = "admin-key") -> httpx.Response:
+async def get(gateway, path: str, key: str = "admin-key-0123456789") -> httpx.Response:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
         return await client.get(path, headers={"authorization": f"Bearer {key}"})
 

@@ -31,7 +31,9 @@ def test_the_documented_workers_file_is_valid():
 
 
 def test_the_output_is_the_resolved_configuration_with_origins_and_masked_secrets():
-    result = invoke("--worker", "a=http://a:1", KVROUTE__ADMIN__API_KEY="hidden", KVROUTE__SERVER__PORT="9")
+    result = invoke(
+        "--worker", "a=http://a:1", KVROUTE__ADMIN__API_KEY="hidden-0123456789", KVROUTE__SERVER__PORT="9"
+    )
 
     assert result.exit_code == 0, result.output
     assert "hidden" not in result.output

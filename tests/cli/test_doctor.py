@@ -127,7 +127,7 @@ async def test_a_worker_that_two_sources_name_is_named_until_its_id_differs(tmp_
 async def test_without_a_configuration_the_gateway_of_this_machine_is_examined(monkeypatch):
     async with sims({}) as [worker], gateway(configuration([worker.url])) as running:
         await running.until_healthy(1)
-        monkeypatch.setenv("KVROUTE__ADMIN__API_KEY", "admin-key")
+        monkeypatch.setenv("KVROUTE__ADMIN__API_KEY", "admin-key-of-the-tests")
         result = await run("doctor", "--port", running.url.rpartition(":")[2], "--no-probe")
 
     assert result.exit_code == 0, result.output
@@ -211,10 +211,20 @@ async def test_explain_says_where_a_prompt_goes_and_where_a_request_went():
         worker = answer.headers["x-kvroute-worker"]
         before = await run("explain", prompt, "--url", running.url)
         after = await run(
-            "explain", "--request-id", "req-17", "--url", running.url, KVROUTE__ADMIN__API_KEY="admin-key"
+            "explain",
+            "--request-id",
+            "req-17",
+            "--url",
+            running.url,
+            KVROUTE__ADMIN__API_KEY="admin-key-of-the-tests",
         )
         unknown = await run(
-            "explain", "--request-id", "x", "--url", running.url, KVROUTE__ADMIN__API_KEY="admin-key"
+            "explain",
+            "--request-id",
+            "x",
+            "--url",
+            running.url,
+            KVROUTE__ADMIN__API_KEY="admin-key-of-the-tests",
         )
 
     assert before.stdout.startswith(f"The prompt goes to {worker} by prefixaware (reason: ")

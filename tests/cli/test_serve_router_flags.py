@@ -252,12 +252,12 @@ def test_without_that_routers_flags_vllm_api_key_is_not_read(served):
 def test_without_a_writable_folder_the_admin_api_is_closed_and_a_line_says_so(served, tmp_path):
     open_ = run(*WHOLE, XDG_STATE_HOME=str(tmp_path))
     closed = run(*WHOLE, XDG_STATE_HOME="/proc/none")
-    configured = run(*WHOLE, XDG_STATE_HOME="/proc/none", KVROUTE__ADMIN__API_KEY="mine")
+    configured = run(*WHOLE, XDG_STATE_HOME="/proc/none", KVROUTE__ADMIN__API_KEY="my-own-admin-key-0")
 
     assert [result.exit_code for result in (open_, closed, configured)] == [0, 0, 0]
     assert served[0].admin.api_key is None
     assert "the admin API is closed: /proc/none/kvroute cannot be created" in closed.output
     assert len(served[1].admin.api_key.get_secret_value()) > 30
     assert served[1].admin.api_key.get_secret_value() not in closed.output
-    assert served[2].admin.api_key.get_secret_value() == "mine"
+    assert served[2].admin.api_key.get_secret_value() == "my-own-admin-key-0"
     assert "closed" not in open_.output + configured.output

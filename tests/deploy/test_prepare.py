@@ -110,7 +110,9 @@ async def test_an_endpoint_gets_its_model_its_programs_and_its_gateway_s_configu
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     redis = program(tmp_path, "redis-server")
-    wanted = up(endpoint("redis-l2.yaml", {"x-kvroute.gateway.settings": {"admin": {"api_key": "s3cret"}}}))
+    wanted = up(
+        endpoint("redis-l2.yaml", {"x-kvroute.gateway.settings": {"admin": {"api_key": "s3cret-0123456789"}}})
+    )
 
     plan = await prepare_endpoint(wanted, console=console, clock=clock)
 

@@ -27,7 +27,7 @@ from kvroute.deploy.processes import ChildProcess, ChildSpec, StateFolder
 
 WITHOUT_SAMPLES = {"KVROUTE__TOKENS__COMPUTED_SAMPLES": "false"}
 """The tests count blocks and chunks: no requests but theirs. A test that needs samples sets the variable."""
-ADMIN_KEY = "admin-key"
+ADMIN_KEY = "admin-key-of-the-tests"
 ROOT = Path(__file__).parents[2]
 READY_S = 600.0
 BACK_S = 240.0

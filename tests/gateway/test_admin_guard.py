@@ -3,10 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.clocks import ManualClock
 
 from kvroute.errors import Forbidden, GatewayError, MisdirectedRequest, Unauthorized, UnsupportedMediaType
 from kvroute.gateway.access import AdminKeys, fingerprint
 from kvroute.gateway.admin_guard import KEY_FINGERPRINT, AdminGuard
+from kvroute.gateway.key_guesses import KeyGuesses
 from kvroute.metrics import Metrics
 
 KEY = {"authorization": "Bearer key"}
@@ -19,7 +21,13 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def guard(metrics: Metrics) -> AdminGuard:
-    return AdminGuard(AdminKeys(["key"]), "gateway.internal", ["gw.example", "2001:db8::1"], metrics)
+    return AdminGuard(
+        AdminKeys(["key"]),
+        "gateway.internal",
+        ["gw.example", "2001:db8::1"],
+        metrics,
+        KeyGuesses(ManualClock(0.0)),
+    )
 
 
 def request(path: str = "/admin/workers", method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def test_a_host_that_is_missing_or_comes_twice_is_misdirected(guard):
 
 
 def test_listening_everywhere_makes_no_address_of_that_name(metrics):
-    everywhere = AdminGuard(AdminKeys(["key"]), "0.0.0.0", [], metrics)
+    everywhere = AdminGuard(AdminKeys(["key"]), "0.0.0.0", [], metrics, KeyGuesses(ManualClock(0.0)))
 
     with pytest.raises(MisdirectedRequest):
         everywhere.check(request(host="0.0.0.0:8080", **KEY))

@@ -73,12 +73,12 @@ def test_a_key_file_made_between_the_check_and_the_creation_wins(tmp_path, monke
 
     def late(source, target):
         path.touch(mode=0o600)
-        path.write_text("the-others\n")
+        path.write_text("the-others-0123456\n")
         link(source, target)
 
     monkeypatch.setattr(os, "link", late)
 
-    assert read_or_create_key(path) == "the-others\n"
+    assert read_or_create_key(path) == "the-others-0123456\n"
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 

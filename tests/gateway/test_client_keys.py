@@ -11,7 +11,6 @@ from tests.support.waiting import until
 from kvroute.errors import BodyTooLarge, ConfigError, Forbidden, KeyLimitReached, PromptTooLong, Unauthorized
 from kvroute.gateway.access import KeyCheck
 from kvroute.gateway.client_keys import Bucket, KeyRing, SharedUse, check_model
-from kvroute.gateway.downstream import Meter
 from kvroute.gateway.key_file import new_key, read_keys
 from kvroute.metrics import SERIES_KEPT_S, Metrics
 from kvroute.openai.endpoints import ENDPOINTS
@@ -487,56 +486,3 @@ def test_a_new_limit_keeps_what_was_used_of_the_old_one():
 
     assert bucket.wait_s(80.0, 10.0) == 0.0
     assert bucket.wait_s(82.0, 10.0) == pytest.approx(1.0)
-
-
-class Client:
-    is_paused = False
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    def start(self, *_: object) -> None: ...
-    def cut(self) -> None: ...
-    def start_relayed(self, *_: object, is_sized: bool) -> None: ...
-    def answer(self, status, fields, body, is_sized) -> None:
-        self.written.append(body)
-
-    def write(self, chunk: bytes) -> None:
-        self.written.append(chunk)
-
-    def framed_writer(self):
-        return self.written.append
-
-    def finish(self, chunk: bytes = b"") -> None:
-        self.written.append(chunk)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "tokens"),
-    [
-        ([b'data: {"choices": []}\n\n'] * 5 + [b"data: [DONE]\n\n"], 5),
-        ([b'{"text": "', b"x" * 40, b'"}'], 13),
-    ],
-)
-def test_a_meter_estimates_completion_tokens_and_changes_no_byte(chunks, tokens):
-    client = Client()
-    meter = Meter(client)
-    framed = meter.framed_writer()
-    assert framed is not None
-
-    meter.write(chunks[0])
-    for chunk in chunks[1:]:
-        (framed if chunk.startswith(b"data") else meter.write)(chunk)
-    meter.finish()
-
-    assert meter.estimate() == tokens
-    assert b"".join(client.written) == b"".join(chunks)
-
-
-def test_a_meter_counts_an_answer_that_comes_at_once():
-    client = Client()
-    meter = Meter(client)
-
-    meter.answer(200, b"", b"x" * 40, is_sized=True)
-
-    assert (meter.estimate(), client.written) == (10, [b"x" * 40])

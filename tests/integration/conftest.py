@@ -23,7 +23,7 @@ from kvroute.gateway.dataplane import DataPlane
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 
-ADMIN_KEY = "admin-key"
+ADMIN_KEY = "admin-key-of-the-tests"
 """The admin key of a gateway whose test does not set one."""
 
 

@@ -48,7 +48,7 @@ def configuration(urls: Sequence[str], **sections: Any) -> Config:
     return Config.model_validate(
         {
             "server": {"port": 0},
-            "admin": {"api_key": "admin-key"},
+            "admin": {"api_key": "admin-key-of-the-tests"},
             **KVAWARE,
             **sections,
             "fleet": {

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from tests.support.waiting import until
 
-ADMIN = {"authorization": "Bearer admin-key"}
+ADMIN = {"authorization": "Bearer admin-key-of-the-tests"}
 ROUNDS = 3
 STREAMS = 2000
 TOKENS = 100
@@ -157,7 +157,7 @@ async def test_rounds_of_2000_streams_all_finish_and_leave_nothing_behind(tmp_pa
             tmp_path / "gateway",
             r"listens on (\S+)",
             *("serve", "--port", "0", "--worker", one_url, "--worker", two_url),
-            *("--set", "admin.api_key=admin-key"),
+            *("--set", "admin.api_key=admin-key-of-the-tests"),
             *("--set", "fleet.health.interval_s=60"),  # a worker that stands still is not to be ejected
         ) as (gateway, url),
         httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,

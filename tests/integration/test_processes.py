@@ -27,7 +27,7 @@ from kvroute.sim.options import SimOptions
 
 MODEL = "sim-model"
 LONG_ANSWER = {"max_tokens": 60, "ignore_eos": True, "stream": True}
-ADMIN = {"authorization": "Bearer admin-key"}
+ADMIN = {"authorization": "Bearer admin-key-of-the-tests"}
 DEADLINE_S = 60
 PROMPT_TOKENS = 400
 

@@ -104,7 +104,13 @@ class Package:
     async def serve(self, *flags: str) -> Gateway:
         """Start a gateway and wait until it is ready."""
         line = await self.run(
-            "serve", "--port", "0", "--set", "admin.api_key=admin-key", *flags, until=" listens on "
+            "serve",
+            "--port",
+            "0",
+            "--set",
+            "admin.api_key=admin-key-of-the-tests",
+            *flags,
+            until=" listens on ",
         )
         url = line.split(" listens on ")[1].split()[0].strip('",}')
         client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)

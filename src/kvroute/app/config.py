@@ -31,6 +31,7 @@ from kvroute.epp.endpoints import EppOptions
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.options import FleetOptions
+from kvroute.gateway.admin_guard import check_keys
 from kvroute.gateway.jwt import check_default_key, check_key_file
 from kvroute.gateway.key_file import read_key_file
 from kvroute.gateway.options import AdminOptions, ServerOptions
@@ -44,6 +45,7 @@ from kvroute.replicas.options import SharingOptions
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.scaling import ScalingOptions
 from kvroute.routing.strategy import Needs
+from kvroute.secret_files import writers_problem
 from kvroute.tls import Signature, client_context, server_context, signatures
 from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
@@ -210,6 +212,13 @@ def load(
         config = Config.model_validate(data)
     except ValidationError as exc:
         problems += _translate(exc.errors(include_url=False), data, origins)
+    else:
+        try:
+            # Not in the options themselves: a configuration that is shown has asterisks instead of the key.
+            check_keys(config.admin.keys)
+        except ValueError as exc:
+            path = ("admin", "api_key")
+            problems.append(ConfigError(dotted(path), f"{exc}{origin_note(path, origins)}"))
     if problems:
         raise InvalidConfig(problems)
     return Loaded(config, origins, given, signature)
@@ -322,6 +331,8 @@ def _read_secret(file: pathlib.Path) -> str:
         raise ConfigError("", f"cannot read {file}: {reason}") from None
     if not text:
         raise ConfigError("", f"{file} is empty")
+    if problem := writers_problem(file):
+        raise ConfigError("", problem)
     return text
 
 

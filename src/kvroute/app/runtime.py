@@ -49,6 +49,7 @@ from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
 from kvroute.gateway.journal import Journal
 from kvroute.gateway.jwt import TokenVerifier
 from kvroute.gateway.key_file import read_key_file
+from kvroute.gateway.key_guesses import KeyGuesses
 from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
 from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
 from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
@@ -472,7 +473,13 @@ class Runtime:
 
     def _application(self) -> FastAPI:
         config = self._config
-        guard = AdminGuard(self._admin_keys, config.server.host, config.admin.allowed_hosts, self.metrics)
+        guard = AdminGuard(
+            self._admin_keys,
+            config.server.host,
+            config.admin.allowed_hosts,
+            self.metrics,
+            KeyGuesses(self._clock),
+        )
         admin = admin_routes(
             self.fleet,
             self.router,

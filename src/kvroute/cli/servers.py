@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from kvroute.clock import SystemClock
 from kvroute.errors import ConfigError
 from kvroute.logs import LoggingOptions, configure
+from kvroute.secret_files import writers_problem
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 from kvroute.tierd.daemon import run_tierd
@@ -143,6 +144,8 @@ def _key_in(file: Path) -> str:
         raise click.UsageError(f"--peer-key-file: cannot read {file}: {reason}") from None
     if not key:
         raise click.UsageError("--peer-key-file: the file is empty")
+    if problem := writers_problem(file):
+        raise click.UsageError(f"--peer-key-file: {problem}")
     return key
 
 

@@ -41,6 +41,7 @@ from kvroute.gateway.asgi import Application, Message
 from kvroute.gateway.downstream import Headers, InFlightRequest, header
 from kvroute.gateway.journal import Record
 from kvroute.openai.endpoints import ENDPOINTS, ErrorShape
+from kvroute.secret_files import writers_problem
 from kvroute.tls import ServerTlsOptions, Signature, signatures
 
 log = logging.getLogger(__name__)
@@ -526,6 +527,9 @@ def credentials(tls: ServerTlsOptions) -> Any:
     def configuration() -> Any:
         assert tls.key_file is not None
         assert tls.cert_file is not None
+        for file in tls.files:
+            if problem := writers_problem(file):
+                raise ConfigError("server.tls", problem)
         authorities = tls.client_ca_file.read_bytes() if needs_client and tls.client_ca_file else None
         pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
@@ -539,8 +543,8 @@ def credentials(tls: ServerTlsOptions) -> Any:
         seen = now
         try:
             return configuration()
-        except OSError as error:
-            log.error("the changed TLS files cannot be used, the old ones stay in use: %s", error.strerror)
+        except (OSError, ConfigError) as error:
+            log.error("the changed TLS files cannot be used, the old ones stay in use: %s", error)
             return None
 
     try:

@@ -177,7 +177,7 @@ class AdminKeys:
 
         Raises Unauthorized. Every key is compared in constant time.
         """
-        given = _bearer(headers) or b""
+        given = bearer(headers) or b""
         found = ""
         for name, key in self._keys.items():
             if hmac.compare_digest(key, given):
@@ -197,11 +197,11 @@ def fingerprint(key: str) -> str:
 
 
 def _given(headers: Headers) -> bytes:
-    bearer = _bearer(headers)
-    return header(headers, b"x-api-key") if bearer is None else bearer
+    token = bearer(headers)
+    return header(headers, b"x-api-key") if token is None else token
 
 
-def _bearer(headers: Headers) -> bytes | None:
+def bearer(headers: Headers) -> bytes | None:
     """The token of `Authorization: Bearer`; None if the header is absent or has another scheme."""
     scheme, _, token = header(headers, b"authorization").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None

@@ -17,10 +17,18 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from kvroute.errors import ConfigError, Forbidden, GatewayError, MisdirectedRequest, UnsupportedMediaType
-from kvroute.gateway.access import AdminKeys
+from kvroute.errors import (
+    ConfigError,
+    Forbidden,
+    GatewayError,
+    MisdirectedRequest,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from kvroute.gateway.access import AdminKeys, bearer
 from kvroute.gateway.asgi import Scope
 from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.key_guesses import KeyGuesses
 from kvroute.metrics import Metrics
 
 _AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
@@ -71,16 +79,25 @@ class AdminGuard:
     one of `allowed`. An Origin is right if it is the Host, with its port, or one of `allowed`.
     """
 
-    def __init__(self, keys: AdminKeys, listens_on: str, allowed: Collection[str], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        keys: AdminKeys,
+        listens_on: str,
+        allowed: Collection[str],
+        metrics: Metrics,
+        guesses: KeyGuesses,
+    ) -> None:
         self._keys = keys
+        self._guesses = guesses
         self._allowed = frozenset(filter(None, map(host_name, allowed)))
         # `0.0.0.0` and `::` are no addresses that a client connects to.
         self._listens_on = host_name(listens_on) if listens_on not in ("0.0.0.0", "::") else None
         self._metrics = metrics
 
     def check(self, scope: Scope) -> None:
-        """Raises MisdirectedRequest (421), Forbidden (403), Unauthorized (401) or UnsupportedMediaType (415),
-        in this order; a refusal is counted. Paths outside of `/admin` and `/ui` pass."""
+        """Raises MisdirectedRequest (421), Forbidden (403), TooManyGuesses (429), Unauthorized (401) or
+        UnsupportedMediaType (415), in this order; a refusal is counted. Paths outside of `/admin` and `/ui`
+        pass."""
         path: str = scope["path"]
         if not (is_below(path, ADMIN) or is_below(path, PAGE)):
             return
@@ -103,10 +120,25 @@ class AdminGuard:
         if site and site not in _OWN_SITE and not _opens_page(scope, path):
             raise Forbidden("Requests from pages of other sites are refused.", code="wrong_origin")
         if is_below(path, ADMIN):
-            scope[KEY_FINGERPRINT] = self._keys.owner(headers)
+            scope[KEY_FINGERPRINT] = self._owner(headers, scope.get("client"))
             # A page of another origin cannot send this type without a CORS preflight.
             if _has_body(headers) and _media_type(headers) != "application/json":
                 raise UnsupportedMediaType("The body must be JSON: Content-Type: application/json.")
+
+    def _owner(self, headers: Headers, client: tuple[str, int] | None) -> str:
+        """The fingerprint of the request's admin key."""
+        given = bearer(headers)
+        if not given:
+            return self._keys.owner(headers)  # raises, and nothing was guessed
+        address = "" if client is None else client[0]
+        self._guesses.check(address, given)
+        try:
+            found = self._keys.owner(headers)
+        except Unauthorized:
+            self._guesses.wrong(address, given)
+            raise
+        self._guesses.right(address)
+        return found
 
     def _own_host(self, headers: Headers, listening: tuple[str, int | None] | None) -> tuple[str, int | None]:
         """Name and port of the Host header."""
@@ -157,6 +189,10 @@ def _media_type(headers: Headers) -> str:
     return header(headers, b"content-type").decode("latin-1").partition(";")[0].strip().lower()
 
 
+MIN_KEY_CHARS: Final = 16
+"""Shortest admin key. With `KeyGuesses` even the keys of 8 random letters could not be guessed in years; the
+rest is for keys that are not random."""
+
 OPTION: Final = "admin.api_key_file"
 """The option that error messages name: it helps if the key file cannot be kept."""
 
@@ -167,6 +203,17 @@ def key_lines(text: str) -> tuple[str, ...]:
     """The keys in `text`, one a line; blank lines and lines that begin with `#` do not count."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+def check_keys(keys: Collection[str]) -> None:
+    """Raise ValueError if a key is so short that it may be guessed."""
+    for number, key in enumerate(keys, 1):
+        if len(key) < MIN_KEY_CHARS:
+            which = "the key" if len(keys) == 1 else f"key {number} of {len(keys)}"
+            raise ValueError(
+                f"{which} has {len(key)} characters; an admin key needs {MIN_KEY_CHARS} or more, and should "
+                "be random: `openssl rand -base64 32`"
+            )
 
 
 def user_state_folder(environ: Mapping[str, str]) -> Path:
@@ -246,6 +293,10 @@ def _read(path: Path) -> str:
         os.close(descriptor)
     if not key_lines(text):
         raise ConfigError(OPTION, f"{path} holds no key; remove it, and the gateway makes one")
+    try:
+        check_keys(key_lines(text))
+    except ValueError as exc:
+        raise ConfigError(OPTION, f"{path}: {exc}") from None
     return text
 
 

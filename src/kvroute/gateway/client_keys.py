@@ -25,9 +25,9 @@ from kvroute.errors import (
     PromptTooLong,
     Unauthorized,
 )
-from kvroute.gateway.downstream import Downstream, Meter
 from kvroute.gateway.jwt import Refusal, TokenVerifier, check_default_key
 from kvroute.gateway.key_file import PREFIX, ClientKey, KeyLimits, digest, read_key_file
+from kvroute.gateway.metering import Meter
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.request import InferenceRequest
 from kvroute.tallies import Tally
@@ -514,12 +514,14 @@ class KeyUse(Struct, eq=False):
     _meter: Meter | None = None
     _is_over: bool = False
 
-    def metered(self, client: Downstream) -> Downstream:
-        """`client`, or what counts the answer's tokens on their way to it, if the key limits tokens."""
-        if self.client.account.tokens is None:
-            return client
-        self._meter = Meter(client)
-        return self._meter
+    @property
+    def is_metered(self) -> bool:
+        """Whether the key limits tokens."""
+        return self.client.account.tokens is not None
+
+    def metered(self, meter: Meter) -> None:
+        """The answer's tokens are counted by `meter`."""
+        self._meter = meter
 
     def end(
         self, now: float, prompt_tokens: int, completion_tokens: int | None, *, attempts: int, status: int
@@ -533,10 +535,12 @@ class KeyUse(Struct, eq=False):
         self._is_over = True
         account = self.client.account
         account.in_flight -= 1
-        tokens = 0
+        tokens, meter, self._meter = 0, self._meter, None  # the meter holds the body
         if account.tokens is not None and attempts and (200 <= status < 400 or status == _CLIENT_LEFT):
             if completion_tokens is None:
-                completion_tokens = 0 if self._meter is None else self._meter.estimate()
+                completion_tokens = 0 if meter is None else meter.estimate(now)
+            elif meter is not None:
+                meter.reported(completion_tokens, now)
             tokens = prompt_tokens + completion_tokens
             account.tokens.take(tokens, now)
             tally = account.tokens_tally

@@ -29,11 +29,12 @@ from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
-from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, Meter, header
+from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles
 from kvroute.gateway.journal import Record
+from kvroute.gateway.metering import Meter, Pace
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
@@ -230,6 +231,7 @@ class DataPlane:
         self._not_isolated_paths: set[str] = set()
         """Endpoints for which the warning of `_warn_not_isolated` was logged."""
         self._request_ids = _new_request_ids()
+        self._pace = Pace()
 
     def configure(
         self, *, max_body_bytes: int, max_in_flight: int, held_bytes: int, retries: RetryOptions
@@ -569,8 +571,9 @@ class DataPlane:
             client = self.invocations.watched(
                 client, record, tenant_of(known) if self._isolates_tenants else ""
             )
-        if record.use is not None:
-            client = record.use.metered(client)
+        if record.use is not None and record.use.is_metered:
+            client = meter = Meter.of(client, plan, record.path, self._pace, self._now())
+            record.use.metered(meter)
         on_end: Callable[[Exchange], object] = admission.discard
         if entry is not None and self.queue is not None:
             client, on_end = self._accounted(self.queue, entry, plan, record, client)
@@ -587,14 +590,23 @@ class DataPlane:
         self, queue: RequestQueue, entry: QueueEntry, plan: RequestPlan, record: Record, client: Downstream
     ) -> tuple[Downstream, Callable[[Exchange], object]]:
         """Charge the request's key. Returns the client with its meter, and what to call at the end."""
-        meter = client if isinstance(client, Meter) else Meter(client)
+        meter = client
+        if not isinstance(meter, Meter):
+            meter = Meter.of(client, plan, record.path, self._pace, self._now())
         assumed = queue.started(entry, plan.model, plan.query.tokens)
 
         def on_end(exchange: Exchange) -> None:
             self.admission.discard(exchange)
             is_answer, usage = record.status < 400 or record.status == CLIENT_LEFT, record.usage
-            tokens = meter.estimate() if usage is None else usage.completion_tokens
-            queue.finished(entry, assumed, tokens if is_answer else 0)
+            if not is_answer:
+                tokens = 0
+            elif usage is None:
+                tokens = meter.estimate(record.ended)
+            else:
+                tokens = usage.completion_tokens
+                if record.use is None or not record.use.is_metered:
+                    meter.reported(tokens, record.ended)
+            queue.finished(entry, assumed, tokens)
 
         return meter, on_end
 

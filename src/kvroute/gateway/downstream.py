@@ -86,10 +86,6 @@ class InFlightRequest(Protocol):
     def resume(self) -> None: ...
 
 
-_BYTES_PER_TOKEN = 4
-_EVENT = b"data: {"
-
-
 class Forwarding(Struct, eq=False):
     """Passes an answer on to a client. Subclasses count or change the bytes of its body."""
 
@@ -110,51 +106,3 @@ class Forwarding(Struct, eq=False):
 
     def cut(self) -> None:
         self._client.cut()
-
-
-class Meter(Forwarding):
-    """Passes an answer on to a client and counts what its completion tokens are estimated from.
-
-    It is used only where tokens are counted, so other requests do not pay for it. Mutable, by the exchange's
-    calls.
-    """
-
-    _events: int = 0
-    _bytes: int = 0
-    _whole: bytes = b""
-    """An answer that came at once; it is counted only if that is needed."""
-
-    def answer(self, status: int, fields: bytes, body: bytes, is_sized: bool) -> None:
-        self._whole = body
-        self._client.answer(status, fields, body, is_sized)
-
-    def write(self, chunk: bytes) -> None:
-        self._count(chunk)
-        self._client.write(chunk)
-
-    def framed_writer(self) -> Callable[[bytes], None] | None:
-        write = self._client.framed_writer()
-        if write is None:
-            return None
-
-        def counted(framed: bytes) -> None:
-            self._events += framed.count(_EVENT)
-            write(framed)
-
-        return counted
-
-    def finish(self, chunk: bytes = b"") -> None:
-        if chunk:
-            self._count(chunk)
-        self._client.finish(chunk)
-
-    def estimate(self) -> int:
-        """The completion tokens of an answer without `usage`: one for each event of a stream, or for every
-        four bytes of another answer."""
-        self._count(self._whole)
-        self._whole = b""
-        return self._events or self._bytes // _BYTES_PER_TOKEN
-
-    def _count(self, chunk: bytes) -> None:
-        self._events += chunk.count(_EVENT)
-        self._bytes += len(chunk)

@@ -28,6 +28,7 @@ from kvroute.errors import ConfigError, GatewayError, KvrouteError, SigningKeysU
 from kvroute.lru import Lru
 from kvroute.metrics import Metrics
 from kvroute.options import Options, option
+from kvroute.secret_files import writers_problem
 from kvroute.tls import ClientTlsOptions, client_context
 
 if TYPE_CHECKING:
@@ -372,6 +373,8 @@ def _read_file(file: Path) -> bytes:
         raise KeysUnreadable(f"cannot read {file}: {error.strerror}") from None
     if len(raw) > _MAX_BYTES:
         raise KeysUnreadable(f"{file} is larger than {_MAX_BYTES} bytes")
+    if problem := writers_problem(file):
+        raise KeysUnreadable(problem)
     return raw
 
 

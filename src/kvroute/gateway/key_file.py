@@ -31,6 +31,7 @@ from kvroute import yaml_text
 from kvroute.errors import ConfigError
 from kvroute.options import Options, option
 from kvroute.routing.registry import STRATEGIES
+from kvroute.secret_files import writers_problem
 
 OPTION: Final = "server.client_keys.file"
 PREFIX: Final = "sha256:"
@@ -144,6 +145,8 @@ def read_key_file(file: Path) -> tuple[ClientKey, ...]:
         raise ConfigError(OPTION, f"cannot read {file}: {error.strerror}") from None
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(OPTION, f"{file} is larger than {_MAX_FILE_BYTES} bytes")
+    if problem := writers_problem(file):
+        raise ConfigError(OPTION, problem)
     try:
         text = raw.decode()
     except UnicodeDecodeError:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import SecretStr, field_validator
 
 from kvroute.fleet.worker import SALTED_SINCE, release_shown
-from kvroute.gateway.admin_guard import host_name, key_lines
+from kvroute.gateway.admin_guard import MIN_KEY_CHARS, host_name, key_lines
 from kvroute.gateway.jwt import JwtOptions
 from kvroute.gateway.key_file import ClientKeysOptions
 from kvroute.openai.bounded import BodyLimits
@@ -28,7 +28,10 @@ _PARENT_S = 5.0
 class ServerOptions(Options):
     """The listening socket, limits on what clients may send, and shutdown."""
 
-    host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` is every IPv4 interface.")
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on; `0.0.0.0` is every IPv4 address, `::` every address of both families.",
+    )
     port: int = option(8080, "TCP port to listen on; 0 lets the system choose.", ge=0, le=65535)
     root_path: str = option(
         "",
@@ -346,8 +349,9 @@ class AdminOptions(Options):
 
     api_key: SecretStr | None = option(
         None,
-        "Key for `/admin/*`, sent as `Authorization: Bearer KEY`. Several keys, one per line, are all valid, "
-        "so that one can replace another. Unset: the gateway creates a key and logs the name of its file.",
+        f"Key for `/admin/*`, sent as `Authorization: Bearer KEY`, of {MIN_KEY_CHARS} or more characters. "
+        "Several keys, one per line, are all valid, so that one can replace another. Unset: the gateway "
+        "creates a key and logs the name of its file.",
     )
     api_key_file: Path | None = option(
         None,

@@ -113,7 +113,7 @@ def test_a_wrong_manifest_would_be_noticed(own, plan):
 def gateway_config(found, tmp_path) -> Any:
     file = tmp_path / "kvroute.yaml"
     text = found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"]
-    (tmp_path / "admin-key").write_text("a-key")
+    (tmp_path / "admin-key").write_text("an-admin-key-0123")
     file.write_text(text.replace("/run/secrets/kvroute", str(tmp_path)))
     return load(file=file).config
 

@@ -93,7 +93,7 @@ def in_kubernetes(plan: EndpointPlan, tmp_path: Path) -> Sides:
         for each in file
     }
     text = found["ConfigMap", "demo-gateway"]["data"]["kvroute.yaml"]
-    (tmp_path / "admin-key").write_text("a-key")
+    (tmp_path / "admin-key").write_text("an-admin-key-0123")
     (tmp_path / "kvroute.yaml").write_text(text.replace("/run/secrets/kvroute/admin-key", "admin-key"))
     config = load(file=tmp_path / "kvroute.yaml").config
     pods = [each["spec"]["template"]["spec"] for each in found.values() if "template" in each.get("spec", {})]
