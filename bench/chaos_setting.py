@@ -30,7 +30,7 @@ START_S = 240.0
 WORKERS = 7
 PROCESSES = 3
 KEYS = ["sk-chaos-a", "sk-chaos-b", "sk-chaos-c"]
-ADMIN_KEY = "chaos-admin-key"
+ADMIN_KEY = "admin-key-of-chaos"
 SHARING_KEY = "chaos-sharing-key-of-all-members"
 
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 MODEL = "sim-model"
-ADMIN_KEY = "admin-secret"
+ADMIN_KEY = "admin-secret-0123"
 SESSIONS, TURNS, WORKERS = 24, 6, 4
 WORDS = ["the", "worker", "reads", "a", "file", "and", "writes", "what", "it", "found", "there", "into", "it"]
 pytestmark = pytest.mark.timeout(300)
