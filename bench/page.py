@@ -46,7 +46,7 @@ WORKERS = 64
 BLOCKS = 1_000_000
 PROMPT_BLOCKS = 625
 RATE = 50.0
-KEY = "bench"
+KEY = "admin-key-of-bench"
 KEEP_RECORDING_S = 1.0
 """After the page was closed; a minute in a gateway."""
 MOST_SHARE = 0.02

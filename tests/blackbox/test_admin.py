@@ -342,12 +342,12 @@ async def test_where_no_key_can_be_kept_the_error_names_the_option(run, state):
 async def test_where_no_key_can_be_kept_a_configured_one_is_enough(serve, http, state):
     state.write_text("a file")
 
-    gateway = await serve("--worker", WORKER, "--set", "admin.api_key=s3cret", workers=0)
+    gateway = await serve("--worker", WORKER, "--set", "admin.api_key=s3cret-0123456789", workers=0)
 
-    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret"})
+    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret-0123456789"})
     assert answer.status_code == 200
     assert (await http.get(f"{gateway.url}/admin/config")).status_code == 401
-    assert "s3cret" not in gateway.log + answer.text
+    assert "s3cret-0123456789" not in gateway.log + answer.text
     assert "admin.api_key" in await gateway.logged("admin key")
 
 
@@ -399,17 +399,17 @@ async def test_up_prints_the_key_files_path_and_ps_finds_the_key(run, http, tmp_
 @pytest.mark.parametrize("how", ["variable", "variable of a file", "flag"])
 async def test_a_configured_key_counts_and_none_is_made(serve, http, state, tmp_path, how):
     file = tmp_path / "key"
-    file.write_text("s3cret\n")
+    file.write_text("s3cret-0123456789\n")
     arguments, env = [], {}
     if how == "variable":
-        env = {"KVROUTE__ADMIN__API_KEY": "s3cret"}
+        env = {"KVROUTE__ADMIN__API_KEY": "s3cret-0123456789"}
     elif how == "variable of a file":
         env = {"KVROUTE__ADMIN__API_KEY_FILE": str(file)}
     else:
         arguments = ["--admin-key-file", str(file)]
     gateway = await serve("--worker", WORKER, *arguments, workers=0, env=env | {"XDG_STATE_HOME": str(state)})
 
-    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret"})
+    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret-0123456789"})
 
     assert answer.status_code == 200
     assert "admin key" in await gateway.logged("admin key")
