@@ -51,6 +51,42 @@ async def test_the_control_plane_has_no_faults_unless_its_path_is_named(http: ht
     assert (await http.get("/health")).status_code == 200
 
 
+async def test_a_bomb_is_a_small_answer_with_a_large_content(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "bomb", "path": "/metrics"})
+    async with http.stream("GET", "/metrics") as answer:
+        assert answer.headers["content-encoding"] == "gzip"
+        assert int(answer.headers["content-length"]) < 4 << 20
+        received = 0
+        async for chunk in answer.aiter_bytes():
+            received += len(chunk)
+            if received > 16 << 20:
+                break
+
+    assert received > 16 << 20
+
+
+async def test_an_endless_answer_ends_with_its_client(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"kind": "endless", "path": "/metrics"})
+    async with http.stream("GET", "/metrics") as answer:
+        received = 0
+        async for chunk in answer.aiter_bytes():
+            received += len(chunk)
+            if received > 4 << 20:
+                break
+
+    assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_limits_of_the_queue_change_at_once(http: httpx.AsyncClient) -> None:
+    await switch_on(http, {"max_queued_tokens": 1, "max_queued_requests": 1})
+    refused = [await http.post("/v1/completions", json={**ASK, "n": 2}) for _ in range(2)]
+    await switch_on(http, {"max_queued_tokens": 0, "max_queued_requests": 0})
+    answered = await http.post("/v1/completions", json={**ASK, "n": 2})
+
+    assert [answer.status_code for answer in (*refused, answered)] == [503, 503, 200]
+    assert "cannot accept new requests" in refused[0].json()["error"]["message"]
+
+
 async def test_faults_are_listed_with_their_remaining_counts(http: httpx.AsyncClient) -> None:
     await switch_on(http, {"kind": "status", "count": 2}, {"kind": "slow", "delay_s": 0, "count": 2})
     await http.post("/v1/completions", json=ASK)
