@@ -272,3 +272,50 @@ async def test_a_sub_agent_starts_where_the_agent_is_that_began_it(fleet, strate
             assert all(each.json()["session_worker_is_parents"] for each in first)
             assert {entry["parent_worker"] for entry in kept} == set(main.workers)
             assert len(kept) == len(subs)  # the second turns have a session of their own
+
+
+UUID = "0f7ac4b2-6d1e-4c8e-9a35-5f0b7f1c2d3e"
+NAMED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "Claude Code's header": ({"X-Claude-Code-Session-Id": UUID}, {}),
+    "Claude Code's metadata": ({}, {"metadata": {"user_id": json.dumps({"session_id": UUID})}}),
+    "Claude Code's older metadata": ({}, {"metadata": {"user_id": f"user_ab_account__session_{UUID}"}}),
+    "Codex": ({"session-id": UUID}, {}),
+    "pi, older Codex": ({"session_id": UUID}, {}),
+    "opencode": ({"x-opencode-session": UUID}, {}),
+    "opencode's affinity": ({"x-session-affinity": UUID}, {}),
+    "Dynamo": ({"x-dynamo-session-id": UUID}, {}),
+    "smg": ({"x-smg-routing-key": UUID}, {}),
+    "llm-d": ({"x-session-token": UUID}, {}),
+    "conversation": ({}, {"conversation": UUID}),
+    "conversation.id": ({}, {"conversation": {"id": UUID}}),
+    "before the response before": ({"session-id": UUID}, {"previous_response_id": "NEW"}),
+    "before the person": ({"session-id": UUID}, {"user": "NEW"}),
+}
+"""What clients name their session by. NEW is another text in each turn."""
+
+
+async def test_each_name_of_a_session_keeps_it_on_its_worker(fleet):
+    """All turns differ from their first character on, and no worker has work."""
+    gateway = await fleet("session")
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        moved = {}
+        for source, (headers, members) in NAMED.items():
+            workers = []
+            for turn in range(6):
+                own = json.loads(json.dumps(members).replace("NEW", f"resp_{source} {turn}"))
+                answer = await client.post(
+                    "/v1/chat/completions",
+                    headers=headers,
+                    json={
+                        "model": MODEL,
+                        "messages": [{"role": "user", "content": f"{turn} {source}"}],
+                        "max_tokens": 1,
+                        **own,
+                    },
+                )
+                assert answer.status_code == 200, answer.text
+                workers.append(answer.headers["x-kvroute-worker"])
+            if len(set(workers)) > 1:
+                moved[source] = workers
+
+    assert moved == {}

@@ -192,14 +192,18 @@ async def test_hybrid_models_hits_are_predicted_as_their_engines_find_them(
     assert 'trust="none"' not in page
 
 
-@pytest.mark.parametrize("name", ["llama_eagle", "gpt_oss_eagle"])
-async def test_an_eagle_drafters_drop_is_learned_and_the_map_stays_in_use(serve, worker, name: str) -> None:
+@pytest.mark.parametrize(("name", "number"), [("llama_eagle", 1), ("gpt_oss_eagle", 1), ("llama_eagle", 2)])
+async def test_an_eagle_drafters_drop_is_learned_and_the_map_stays_in_use(
+    serve, worker, name: str, number: int
+) -> None:
+    """Each process learns from the answers that it has passed on itself."""
     recording = read(name)
     engine = await worker(recording.engine["block_size"])
-    running = await serve("--worker", engine.url, "--strategy", "kvaware")
+    running = await serve("--worker", engine.url, "--strategy", "kvaware", "--processes", str(number))
     results, page, notes = await replayed(recording, engine, running.url)
     wrong = [each for each in results if each[0] != each[1]]
-    assert len(wrong) == 3, wrong
+    # Another process gets its changes by a message, perhaps after the next request.
+    assert 3 <= len(wrong) <= 3 * number + (0 if number == 1 else len(results) // 50), wrong
     assert notes == []
     assert metric(page, "kvroute_map_demotions_total") == 0
 

@@ -7,6 +7,10 @@ from collections import defaultdict
 import httpx
 import pytest
 from tests.support.engines import MODEL, fake_engine
+from tests.support.waiting import until
+
+from kvroute.sim.app import run_sim
+from kvroute.sim.options import SimOptions
 
 STRATEGIES = ["prefixaware", "session", "roundrobin", "kvaware"]
 
@@ -160,3 +164,30 @@ async def test_processes_share_what_was_sent_to_which_rank(start):
     received = engines[0].received
     misses = [one for one in received[1:] if not one.cached_tokens]
     assert len(misses) <= 1, received
+
+
+async def test_kvaware_predicts_what_a_clients_own_rank_holds(serve, processes):
+    options = SimOptions(time_scale=0, data_parallel_size=2)
+    worker = await processes.enter_async_context(run_sim(options))
+    running = await serve("--worker", worker.url, "--strategy", "kvaware")
+    client = httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False)
+    await processes.enter_async_context(client)
+    body = {"model": "sim-model", "prompt": "The same prompt on one rank. " * 100, "max_tokens": 1}
+
+    async def ask(rank: str) -> tuple[int, int]:
+        answer = await client.post("/v1/completions", json=body, headers={"X-Data-Parallel-Rank": rank})
+        details = answer.json()["usage"]["prompt_tokens_details"] or {}
+        return int(answer.headers["x-kvroute-hit-tokens"]), details.get("cached_tokens") or 0
+
+    async def is_exact() -> bool:
+        return "no exact tokens" not in (await client.get("/ready")).text
+
+    async def is_known() -> bool:
+        predicted, found = await ask("1")
+        return predicted == found > 500
+
+    await until(is_exact, within_s=60)
+    await ask("1")
+    await until(is_known, within_s=60)
+
+    assert await ask("0") == (0, 0)
