@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.manifests import RELEASES, check
+from tests.support.rendered_redis import PASSWORDS, answers_to_auth
 
 from kvroute.app.config import load
 from kvroute.deploy.render.plan import gateway_stop_s
@@ -249,7 +250,17 @@ def test_the_password_of_redis_is_on_no_command_line():
     words = " ".join([*container["command"], *container.get("args", ())])
     assert "$(REDIS_PASSWORD)" not in words
     assert "--requirepass" not in words
-    assert "requirepass $REDIS_PASSWORD\n" in words
+    assert 'requirepass "$quoted"\n' in words
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+async def test_any_password_works_in_the_rendered_redis(password, tmp_path):
+    [container] = pod_of(rendered(SETTINGS["two gateways that share"]), "gw-kvroute-sharing")["containers"]
+
+    right, wrong = await answers_to_auth(container["command"], password, tmp_path)
+
+    assert right == b"+OK\r\n"
+    assert wrong == b"-WRONG"
 
 
 def test_only_pods_of_the_namespace_reach_ports_without_keys():
@@ -387,6 +398,29 @@ def test_an_encrypted_picker_is_not_called_plaintext():
         ),
         (PODS | {"config": {"admin": {"api_key": "k"}}}, "config.admin.api_key: a ConfigMap is no place"),
         (PODS | {"config": {"sharing": {"key": "k"}}}, "config.sharing.key: a ConfigMap is no place"),
+        *(
+            (PODS | {"config": {section: {name: "k"}}}, f"config.{section}.{name}: a ConfigMap is no place")
+            for section, name in (("fleet", "worker_api_key"), ("sharing", "password"))
+        ),
+        *(
+            (
+                PODS | {"config": {"lmcache": {part: {name: text}}}},
+                f"config.lmcache.{part}.{name}: a ConfigMap",
+            )
+            for part, name, text in (
+                ("l2", "redis_password", "k"),
+                ("l2", "redis_url", "redis://:k@r:6379"),
+                ("tierd", "key", "k"),
+            )
+        ),
+        (
+            PODS | {"config": {"sharing": {"url": "redis://u:k@r:6379"}}},
+            "config.sharing.url: a ConfigMap is no place for a password; set sharing.urlSecret",
+        ),
+        (
+            PODS | {"replicas": 2, "sharing": {"url": "redis://u:k@r:6379"}},
+            "sharing.url: a ConfigMap is no place for a password; set sharing.urlSecret",
+        ),
         (PODS | {"config": {"epp": {"http_port": 9091}}}, "config.epp.http_port: the chart sets it"),
     ],
 )
