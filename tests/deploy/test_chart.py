@@ -245,6 +245,20 @@ def test_two_gateways_share_through_the_charts_redis_with_random_keys():
     assert mounted == {"admin-key", "sharing-key", "redis-password"}
 
 
+def test_images_have_a_digest_where_one_is_given():
+    digest = "sha256:" + "5a" * 32
+    given = {
+        "image": {"tag": "1", "digest": digest},
+        "sharing": {"redis": {"image": "r:7", "digest": digest}},
+    }
+    objects = rendered(SETTINGS["two gateways that share"] | given)
+    images = [
+        pod_of(objects, name)["containers"][0]["image"] for name in ("gw-kvroute", "gw-kvroute-sharing")
+    ]
+
+    assert images == [f"kvroute:1@{digest}", f"r:7@{digest}"]
+
+
 def test_the_password_of_redis_is_on_no_command_line():
     [container] = pod_of(rendered(SETTINGS["two gateways that share"]), "gw-kvroute-sharing")["containers"]
     words = " ".join([*container["command"], *container.get("args", ())])
