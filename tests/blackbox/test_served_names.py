@@ -9,6 +9,7 @@ import re
 import httpx
 import pytest
 from tests.support.waiting import until
+from tests.support.workers import scripted_worker
 
 STRATEGIES = ("prefixaware", "kvaware", "session")
 ROOT = "/opt/ml/model"
@@ -146,3 +147,17 @@ async def test_a_key_is_limited_to_the_names_that_it_lists(serve, sim, tmp_path)
         ]
 
     assert statuses == [200, 403]
+
+
+async def test_a_line_says_that_a_worker_lists_more_models_than_count(serve):
+    cards = [{"id": f"adapter-{number}", "object": "model"} for number in range(1003)]
+    async with scripted_worker(*cards) as worker:
+        gateway = await serve("--worker", f"w={worker.url}", "--set", "fleet.health.models_interval_s=0.1")
+        line = await gateway.logged("lists 1003 models, of which 3 do not count")
+        await until(lambda: worker.lists > 3, within_s=30)
+        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+
+    assert "worker w " in line
+    assert len(listed) == 1000
+    assert gateway.log.count("do not count") == 1

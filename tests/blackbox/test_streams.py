@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import socket
 import time
@@ -54,6 +55,16 @@ def preamble(path: str, name: bytes) -> bytes:
 
 def token(path: str, name: bytes) -> bytes:
     return chunk(TOKENS[path].replace(b"NAME", name))
+
+
+def body_of(received: bytes) -> bytes:
+    """The body of a chunked answer, as far as it has come."""
+    rest, body = received.split(b"\r\n\r\n", 1)[1], b""
+    while rest:
+        size, rest = rest.split(b"\r\n", 1)
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return body
 
 
 def request(path: str) -> bytes:
@@ -339,7 +350,7 @@ async def test_a_silent_stream_is_kept_alive_by_comments_between_its_events(serv
     assert len(re.findall(rb"data: \{.*?\}\n\n", received)) == 2
 
 
-async def test_no_comment_comes_within_an_event(serve, two_workers):
+async def test_a_comment_comes_before_an_event_that_has_begun_not_within_it(serve, two_workers):
     worker, path = two_workers[0], "/v1/chat/completions"
     whole = TOKENS[path]
     held(worker, HEAD + chunk(whole[:20]), chunk(whole[20:]) + token(path, b"two") + END)
@@ -347,13 +358,13 @@ async def test_no_comment_comes_within_an_event(serve, two_workers):
 
     async with connected(running.address) as client:
         await client.send(request(path))
-        await client.until(whole[:20])
-        with pytest.raises(TimeoutError):
-            await client.until(b"keep-alive", within_s=WAIT_S)
+        await client.until(b": keep-alive\n\n")
         worker.may_finish.set()
         received = await client.until(END)
 
-    assert b"keep-alive" not in received
+    assert body_of(received).replace(b": keep-alive\n\n", b"") == whole + TOKENS[path].replace(
+        b"NAME", b"two"
+    )
 
 
 async def test_keep_alives_come_before_the_first_token_too_and_can_be_off(serve, two_workers):
@@ -427,3 +438,66 @@ async def test_a_client_that_reads_slowly_gets_all_of_a_long_answer(serve, two_w
                 await asyncio.sleep(0.02)
 
     assert size > 400 * 40_000
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("by", ["worker", "shutdown"])
+async def test_a_stream_that_is_cut_inside_an_event_ends_with_a_whole_error_event_and_no_half_one(
+    serve, two_workers, path, fast_lane, by
+):
+    worker, whole = two_workers[0], chunk(TOKENS[path].replace(b"NAME", b"w"))
+    worker.answer = HEAD + preamble(path, b"w") + whole + whole + chunk(TOKENS[path][:24])
+    worker.closes_after_answer = by == "worker"
+    worker.rest = b"" if by == "worker" else END
+    running = await between(
+        serve, [worker], f"server.fast_lane={fast_lane}", "server.drain_timeout_s=0.1", "retries.refuse_s=0"
+    )
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(b"tok-w")
+        if by == "shutdown":
+            await running.stop(within_s=60)
+        received = await client.until(END)
+
+    events = [event for event in body_of(received).split(b"\n\n") if event]
+    for event in events:
+        for line in event.splitlines():
+            assert line.startswith((b"data: ", b"event: ", b": ")), line
+            if line.startswith(b"data: "):
+                json.loads(line[6:])
+    assert b"error" in events[-1]
+    assert received.count(b"tok-w") == 2
+
+
+@pytest.mark.parametrize("fast_lane", LANES)
+async def test_events_that_come_in_parts_arrive_whole_and_unchanged(serve, two_workers, fast_lane):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    sent = TOKENS[path] * 3 + b"data: [DONE]\n"
+    worker.answer = HEAD + b"".join(chunk(sent[at : at + 7]) for at in range(0, 70, 7)) + chunk(sent[70:])
+    worker.rest = END
+    running = await between(serve, [worker], f"server.fast_lane={fast_lane}")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        await client.until(b"200 OK")
+        worker.may_finish.set()
+        received = await client.until(END)
+
+    assert body_of(received) == sent
+
+
+async def test_a_large_event_that_is_cut_ends_the_connection(serve, two_workers):
+    worker, path = two_workers[0], "/v1/chat/completions"
+    large = TOKENS[path][:-4] + b"x" * 200_000
+    worker.answer, worker.closes_after_answer = HEAD + chunk(TOKENS[path]) + chunk(large), True
+    running = await between(serve, [worker], "retries.refuse_s=0")
+
+    async with connected(running.address) as client:
+        await client.send(request(path))
+        received = await client.read_all()
+
+    assert received.count(b"x") >= 200_000
+    assert not received.endswith(END)
+    assert b"error" not in received

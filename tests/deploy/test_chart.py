@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.manifests import RELEASES, check
+from tests.support.rendered_redis import PASSWORDS, answers_to_auth
 
 from kvroute.app.config import load
 from kvroute.deploy.render.plan import gateway_stop_s
@@ -244,12 +245,36 @@ def test_two_gateways_share_through_the_charts_redis_with_random_keys():
     assert mounted == {"admin-key", "sharing-key", "redis-password"}
 
 
+def test_images_have_a_digest_where_one_is_given():
+    digest = "sha256:" + "5a" * 32
+    given = {
+        "image": {"tag": "1", "digest": digest},
+        "sharing": {"redis": {"image": "r:7", "digest": digest}},
+    }
+    objects = rendered(SETTINGS["two gateways that share"] | given)
+    images = [
+        pod_of(objects, name)["containers"][0]["image"] for name in ("gw-kvroute", "gw-kvroute-sharing")
+    ]
+
+    assert images == [f"kvroute:1@{digest}", f"r:7@{digest}"]
+
+
 def test_the_password_of_redis_is_on_no_command_line():
     [container] = pod_of(rendered(SETTINGS["two gateways that share"]), "gw-kvroute-sharing")["containers"]
     words = " ".join([*container["command"], *container.get("args", ())])
     assert "$(REDIS_PASSWORD)" not in words
     assert "--requirepass" not in words
-    assert "requirepass $REDIS_PASSWORD\n" in words
+    assert 'requirepass "$quoted"\n' in words
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+async def test_any_password_works_in_the_rendered_redis(password, tmp_path):
+    [container] = pod_of(rendered(SETTINGS["two gateways that share"]), "gw-kvroute-sharing")["containers"]
+
+    right, wrong = await answers_to_auth(container["command"], password, tmp_path)
+
+    assert right == b"+OK\r\n"
+    assert wrong == b"-WRONG"
 
 
 def test_only_pods_of_the_namespace_reach_ports_without_keys():
@@ -387,6 +412,29 @@ def test_an_encrypted_picker_is_not_called_plaintext():
         ),
         (PODS | {"config": {"admin": {"api_key": "k"}}}, "config.admin.api_key: a ConfigMap is no place"),
         (PODS | {"config": {"sharing": {"key": "k"}}}, "config.sharing.key: a ConfigMap is no place"),
+        *(
+            (PODS | {"config": {section: {name: "k"}}}, f"config.{section}.{name}: a ConfigMap is no place")
+            for section, name in (("fleet", "worker_api_key"), ("sharing", "password"))
+        ),
+        *(
+            (
+                PODS | {"config": {"lmcache": {part: {name: text}}}},
+                f"config.lmcache.{part}.{name}: a ConfigMap",
+            )
+            for part, name, text in (
+                ("l2", "redis_password", "k"),
+                ("l2", "redis_url", "redis://:k@r:6379"),
+                ("tierd", "key", "k"),
+            )
+        ),
+        (
+            PODS | {"config": {"sharing": {"url": "redis://u:k@r:6379"}}},
+            "config.sharing.url: a ConfigMap is no place for a password; set sharing.urlSecret",
+        ),
+        (
+            PODS | {"replicas": 2, "sharing": {"url": "redis://u:k@r:6379"}},
+            "sharing.url: a ConfigMap is no place for a password; set sharing.urlSecret",
+        ),
         (PODS | {"config": {"epp": {"http_port": 9091}}}, "config.epp.http_port: the chart sets it"),
     ],
 )

@@ -1,26 +1,46 @@
-"""What may be added to an event stream, and where."""
+from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvroute.gateway.streams import ends_an_event, is_readable
+from kvroute.gateway.streams import MAX_HELD_BYTES, WholeEvents, is_readable
 
 
 @pytest.mark.parametrize(
-    ("before_last", "last", "expected"),
+    ("chunks", "written"),
     [
-        (b"", b"", True),
-        (b"", b"data: {}\n\n", True),
-        (b"", b"data: {}\r\n\r\n", True),
-        (b"", b"data: {}\r\r", True),
-        (b"data: {}\n", b"\n", True),
-        (b"data: {}\r\n\r", b"\n", True),
-        (b"", b"data: {}\n", False),
-        (b"", b"data: {}\r\n", False),
-        (b"data: {}\n\n", b"data: {", False),
+        ([b"data: 1\n\n"], [b"data: 1\n\n"]),
+        ([b"data: 1\r\n\r\n"], [b"data: 1\r\n\r\n"]),
+        ([b"data: 1\r\r"], [b"data: 1\r\r"]),
+        ([b"data: 1\n\ndata", b": 2\n", b"\n"], [b"data: 1\n\n", b"", b"data: 2\n\n"]),
+        ([b"data: 1\r\n\r", b"\ndata: 2"], [b"", b"data: 1\r\n\r\n"]),
+        ([b": comment\n\n", b"data"], [b": comment\n\n", b""]),
     ],
 )
-def test_a_comment_may_come_between_events_only(before_last: bytes, last: bytes, expected: bool) -> None:
-    assert ends_an_event(before_last, last) is expected
+def test_a_client_gets_whole_events(chunks, written):
+    events = WholeEvents()
+
+    assert [events.take(chunk) for chunk in chunks] == written
+    assert events.held == b"".join(chunks).removeprefix(b"".join(written))
+    assert not events.is_inside
+
+
+def test_an_event_that_is_too_large_is_passed_on_in_parts():
+    events, large = WholeEvents(), b"data: " + b"x" * MAX_HELD_BYTES
+
+    assert events.take(large) == large
+    assert events.is_inside
+    assert events.take(b"more") == b"more"
+    assert events.take(b"\n\ndata: 2") == b"\n\n"
+    assert (events.held, events.is_inside) == (b"data: 2", False)
+
+
+@given(st.lists(st.lists(st.sampled_from([b"data: 1", b"\n", b"\r\n", b"\n\n"]), max_size=4).map(b"".join)))
+def test_nothing_is_lost_or_changed(chunks):
+    events = WholeEvents()
+
+    assert b"".join(map(events.take, chunks)) + events.held == b"".join(chunks)
 
 
 def test_nothing_is_added_to_a_compressed_stream() -> None:

@@ -25,6 +25,8 @@ class ScriptedWorker:
         self.cards = [*cards] or [CARD]
         self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
         self.requests: list[bytes] = []
+        self.lists = 0
+        """Requests for the list of models."""
         self.url = ""
         self.version = ""
         """The release of vLLM that `/version` names; empty: none."""
@@ -68,6 +70,7 @@ class ScriptedWorker:
             length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
             body = await reader.readexactly(int(length[1])) if length else b""
             if b" /v1/models " in head:
+                self.lists += 1
                 models = json.dumps({"object": "list", "data": self.cards}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(models), models))
             elif self.version and head.startswith(b"GET /version "):

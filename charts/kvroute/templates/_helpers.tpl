@@ -87,6 +87,15 @@ labels:
 {{- if hasKey (.Values.config.server | default dict) "api_keys" }}{{ fail "config.server.api_keys: a ConfigMap is no place for keys; set apiKeys" }}{{ end -}}
 {{- if hasKey (.Values.config.admin | default dict) "api_key" }}{{ fail "config.admin.api_key: a ConfigMap is no place for a key; set keysSecret" }}{{ end -}}
 {{- if hasKey (.Values.config.sharing | default dict) "key" }}{{ fail "config.sharing.key: a ConfigMap is no place for a key; set keysSecret" }}{{ end -}}
+{{- if hasKey (.Values.config.sharing | default dict) "password" }}{{ fail "config.sharing.password: a ConfigMap is no place for a password; set sharing.urlSecret" }}{{ end -}}
+{{- if hasKey (.Values.config.fleet | default dict) "worker_api_key" }}{{ fail "config.fleet.worker_api_key: a ConfigMap is no place for a key; set config.fleet.worker_api_key_file to a file of extraVolumes" }}{{ end -}}
+{{- $lmcache := .Values.config.lmcache | default dict -}}
+{{- if hasKey ($lmcache.l2 | default dict) "redis_password" }}{{ fail "config.lmcache.l2.redis_password: a ConfigMap is no place for a password; set redis_password_file to a file of extraVolumes" }}{{ end -}}
+{{- if hasKey ($lmcache.tierd | default dict) "key" }}{{ fail "config.lmcache.tierd.key: a ConfigMap is no place for a key; set key_file to a file of extraVolumes" }}{{ end -}}
+{{- if regexMatch "://[^/@]*:[^/@]+@" (dig "redis_url" "" ($lmcache.l2 | default dict)) }}{{ fail "config.lmcache.l2.redis_url: a ConfigMap is no place for a password; set redis_url_file to a file of extraVolumes" }}{{ end -}}
+{{- range $place, $url := dict "sharing.url" .Values.sharing.url "config.sharing.url" (dig "url" "" (.Values.config.sharing | default dict)) -}}
+{{- if regexMatch "://[^/@]*:[^/@]+@" ($url | default "") }}{{ fail (printf "%s: a ConfigMap is no place for a password; set sharing.urlSecret" $place) }}{{ end -}}
+{{- end -}}
 {{- if hasKey (.Values.config.epp | default dict) "http_port" }}{{ fail "config.epp.http_port: the chart sets it" }}{{ end -}}
 {{- $service := printf "%s.%s" $name .Release.Namespace -}}
 {{- $hosts := concat (list $name $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service)) .Values.ingress.hosts .Values.httpRoute.hostnames -}}

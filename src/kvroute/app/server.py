@@ -31,6 +31,7 @@ from kvroute.app.reloading import InForce, SharedReload, reloading
 from kvroute.app.replica import Replica, redis_channel
 from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
+from kvroute.dual_stack import EVERY_ADDRESS, dual_stack_socket
 from kvroute.errors import ConfigError
 from kvroute.gateway.access import AdminKeys
 from kvroute.gateway.admin_guard import key_lines, key_path, read_or_create_key, user_state_folder
@@ -431,8 +432,15 @@ async def _serve(
         log.debug("%d MiB are in huge pages", moved >> 20)
         if config.fleet.workers:
             await runtime.wait_for_first_probes(_FIRST_PROBES_S)
+        sockets = process.sockets if process else None
+        if sockets is None and config.server.host == EVERY_ADDRESS:
+            try:
+                sockets = [dual_stack_socket(http.port)]
+            except OSError as error:
+                log.error("%s", bind_problem(http.host, http.port, error))
+                return 1
         try:
-            await server.serve(process.sockets if process else None)
+            await server.serve(sockets)
         except SystemExit:  # uvicorn raises this when a socket cannot be bound, and has logged the reason
             return 1
     return 0 if server.started else 1

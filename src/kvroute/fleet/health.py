@@ -17,6 +17,8 @@ from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import ProbeFailure, Prober
 from kvroute.fleet.sleep import IS_PAUSED, IS_SLEEPING, PAUSED, EngineState, why_asleep
 from kvroute.fleet.worker import (
+    LONGEST_NAME,
+    MOST_MODELS,
     Ejection,
     HealthState,
     LearnedConcurrency,
@@ -117,6 +119,8 @@ class _WorkerProbes:
     """Path that the worker does not have -> when it is asked again."""
     told: int = 0
     """Rises when the admin API changes the engine's state, so that earlier answers cannot undo it."""
+    left_out: int = 0
+    """Models of its last list that do not count."""
     had_metrics: bool = False
     was_refused: bool = False
     """Whether a connection was refused since the last passed probe: the process may have been restarted."""
@@ -408,6 +412,18 @@ class HealthMonitor:
         if isinstance(answer, ProbeFailure):
             return None  # still due: the next probe reads the list again
         probes.models_due = self._clock.now() + self._jittered(self._options.models_interval_s)
+        if answer.left_out != probes.left_out:
+            probes.left_out = answer.left_out
+            if answer.left_out:
+                log.warning(
+                    "worker %s lists %d models, of which %d do not count: beyond the first %d, or without a "
+                    "name of at most %d characters",
+                    probes.worker.id,
+                    len(answer.cards) + answer.left_out,
+                    answer.left_out,
+                    MOST_MODELS,
+                    LONGEST_NAME,
+                )
         return answer
 
     async def _read_metrics(self, probes: _WorkerProbes) -> MetricsPage | None:

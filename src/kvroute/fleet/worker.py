@@ -426,11 +426,15 @@ _LABEL = re.compile(rb'(?:^|,)\s*(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class ModelsPage:
-    """A parsed `/v1/models`: every name, LoRA adapters as (name, parent), and the unchanged cards."""
+    """A parsed `/v1/models`: every name, LoRA adapters as (name, parent), and the unchanged cards.
+
+    `left_out`: models of the list that do not count.
+    """
 
     models: frozenset[str]
     adapters: tuple[tuple[str, str], ...]
     cards: tuple[dict[str, object], ...]
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +485,7 @@ def parse_models(body: bytes) -> ModelsPage:
         if isinstance(card, dict) and isinstance(name := card.get("id"), str) and len(name) <= LONGEST_NAME
     )[:MOST_MODELS]
     adapters = tuple((card["id"], card["parent"]) for card in cards if isinstance(card.get("parent"), str))
-    return ModelsPage(frozenset(card["id"] for card in cards), adapters, cards)
+    return ModelsPage(frozenset(card["id"] for card in cards), adapters, cards, len(listed) - len(cards))
 
 
 def same_cards(some: Sequence[Mapping[str, object]], others: Sequence[Mapping[str, object]]) -> bool:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from kvroute import __version__
+from kvroute.dual_stack import without_mapping
 from kvroute.errors import GatewayError, InvalidRequest, NotFound
 from kvroute.gateway.admin_guard import AdminGuard
 from kvroute.gateway.asgi import (
@@ -160,6 +161,12 @@ may_mislead = re.compile(
 ).search
 """Paths that a proxy, the gateway and a worker may interpret differently."""
 
+
+def _plain(place: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
+    """An address and a port of a connection, without the mapping of a socket for both families."""
+    return None if place is None else (without_mapping(place[0]), place[1])
+
+
 _MODELS = b"/v1/models/"
 _encoded_slash = re.compile(rb"%2f", re.IGNORECASE)
 
@@ -204,6 +211,7 @@ class Front:
                 if endpoint is not None:
                     await endpoint(scope, receive, send)
                     return
+            scope = {**scope, "client": _plain(scope["client"]), "server": _plain(scope["server"])}
         await self._others(scope, receive, send)
 
     async def _refuse(self, send: Send) -> None:

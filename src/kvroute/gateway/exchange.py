@@ -32,7 +32,14 @@ from kvroute.gateway.downstream import Downstream, header
 from kvroute.gateway.failures import InternalError, error_event, refuse
 from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
-from kvroute.gateway.streams import KEEP_ALIVE, StreamWaits, ends_an_event, is_readable, moved
+from kvroute.gateway.streams import (
+    FRAMED_EVENT_ENDS,
+    KEEP_ALIVE,
+    StreamWaits,
+    WholeEvents,
+    is_readable,
+    moved,
+)
 from kvroute.gateway.wait_queue import WaitQueue
 from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
@@ -365,6 +372,8 @@ class Exchange(Struct, eq=False):
     _timer: asyncio.TimerHandle | None = None
     """Like `_waits_in`, for a shorter time."""
     _is_event_stream: bool = False
+    _events: WholeEvents | None = None
+    """Of an event stream that can be added to: neither compressed nor of a length that is announced."""
     _preamble: Preamble | None = None
     """What the current response has sent before its first token; None if that is nothing."""
     _read_parts: int = 0
@@ -545,6 +554,7 @@ class Exchange(Struct, eq=False):
         client, record = self._client, self._record
         record.status, record.streamed = 200, True
         self._head_worker, self._is_event_stream = candidate.worker.spec.id, True
+        self._events = WholeEvents()
         client.start_relayed(200, self._own_fields(fields, candidate), is_sized=False)
         client.flush_head()
         self._last_chunk_at = self._deps.now()
@@ -579,8 +589,8 @@ class Exchange(Struct, eq=False):
             return
         left_s = self._last_chunk_at + keep_alive_s - self._deps.now()
         if left_s <= _SHORT_S:
-            left_s, client = keep_alive_s, self._client
-            if not client.is_paused and ends_an_event(unframed(self._before_last), unframed(self._last)):
+            left_s, client, events = keep_alive_s, self._client, self._events
+            if not client.is_paused and events is not None and not events.is_inside:
                 client.write(KEEP_ALIVE)
         self._timer = asyncio.get_running_loop().call_later(left_s, self._wait_ended)
 
@@ -624,8 +634,11 @@ class Exchange(Struct, eq=False):
                 if self._waits_in is not None or self._timer is not None:
                     self._stop_waiting()
                 client.start_relayed(status, self._own_fields(fields, candidate), is_sized=is_sized)
+            if self._events is None and is_event_stream and not is_sized and is_readable(fields):
+                self._events = WholeEvents()
             self._last = chunk = response.take()
-            client.write(chunk)
+            if not self._write(chunk) and self._head_worker is None:
+                client.flush_head()
             if preamble is not None and not preamble.is_over:
                 self._awaits_token = True
             else:
@@ -639,7 +652,7 @@ class Exchange(Struct, eq=False):
                 response.pause()
             if is_event_stream:
                 self._last_chunk_at = now
-                if self._head_worker is None and not is_sized and is_readable(fields):
+                if self._head_worker is None and self._events is not None:
                     self._listen_for_silence()
                 if not self._awaits_token:
                     self._pass_frames(response)
@@ -669,7 +682,12 @@ class Exchange(Struct, eq=False):
         """From now on pass on whole chunks as they come."""
         self._write_framed = write = self._client.framed_writer()
         if write is not None:
-            response.on_framed_chunk = self._on_framed_chunk
+            self._listen_for_chunks(response)
+
+    def _listen_for_chunks(self, response: UpstreamResponse) -> None:
+        events = self._events
+        is_between = events is not None and not events.held and not events.is_inside
+        response.on_framed_chunk = self._on_framed_chunk if is_between else self._on_framed_part
 
     def _first_token_arrived(self, now: float) -> None:
         """The first event of a stream that is no preamble counts as the first token."""
@@ -683,12 +701,41 @@ class Exchange(Struct, eq=False):
         write, gaps = self._write_framed, self._gaps
         assert write is not None
         assert gaps is not None
-        write(framed)
+        if framed.endswith(FRAMED_EVENT_ENDS):
+            write(framed)
+        else:
+            self._write_part(framed)
         self._before_last = self._last
         self._last = framed
         now = self._deps.now()
         gaps.observe(now - self._last_chunk_at)
         self._last_chunk_at = now
+
+    def _on_framed_part(self, framed: bytes) -> None:
+        """Like `_on_framed_chunk`, for a chunk that does not begin with an event."""
+        assert self._gaps is not None
+        self._write_part(framed)
+        self._before_last, self._last = self._last, framed
+        now = self._deps.now()
+        self._gaps.observe(now - self._last_chunk_at)
+        self._last_chunk_at = now
+
+    def _write_part(self, framed: bytes) -> None:
+        self._write(unframed(framed))
+        response = self._attempts.response
+        if response is not None:
+            self._listen_for_chunks(response)
+
+    def _write(self, chunk: bytes) -> bool:
+        """Pass on the whole events of `chunk`; all of it, if it is no event stream that can be added to.
+
+        Returns whether there was anything to pass on.
+        """
+        if self._events is not None:
+            chunk = self._events.take(chunk)
+        if chunk:
+            self._client.write(chunk)
+        return bool(chunk)
 
     def _relay(self, response: UpstreamResponse) -> None:
         """Pass on the bytes that have arrived since the first ones."""
@@ -704,16 +751,16 @@ class Exchange(Struct, eq=False):
             self._await_token(response, chunk)
         if response.is_over:
             if response.error is None:
-                client.finish(chunk)
+                client.finish(chunk if self._events is None else self._events.held + chunk)
                 self._report_last_usage()
                 self._end()
             else:
                 if chunk:
-                    client.write(chunk)
+                    self._write(chunk)
                 self._worker_failed(response.error)
             return
         if chunk:
-            client.write(chunk)
+            self._write(chunk)
         if client.is_paused:
             response.pause()
 
@@ -759,8 +806,8 @@ class Exchange(Struct, eq=False):
     def _fail(self, error: GatewayError) -> None:
         """End the exchange with an error, in the way that the protocol still allows.
 
-        If nothing was sent, the client gets an error answer; in an event stream an error event; otherwise the
-        connection is closed.
+        If nothing was sent, the client gets an error answer; in an event stream an error event, behind whole
+        events only; otherwise the connection is closed.
         """
         if self.is_over:
             return
@@ -773,7 +820,7 @@ class Exchange(Struct, eq=False):
                 metrics.streams_aborted.labels("worker").inc()
         if not self._is_started and self._head_worker is None:
             refuse(self._deps.metrics, self._record, error, client, self._plan.errors)
-        elif self._is_event_stream:
+        elif self._events is not None and not self._events.is_inside:
             client.finish(error_event(error, self._plan.errors))
         else:
             client.cut()

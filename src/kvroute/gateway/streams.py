@@ -12,6 +12,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of event streams ignore (WHATWG HTML, 9.2.5)."""
 
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+FRAMED_EVENT_ENDS = (b"\n\n\r\n", b"\n\r\n\r\n")
+"""Ends of a chunk with its framing that are the end of an event, as workers write it."""
+MAX_HELD_BYTES = 65_536
 _ENCODED = b"\r\ncontent-encoding:"
 
 
@@ -58,9 +61,31 @@ def is_readable(fields: bytes) -> bool:
     return not fields.startswith(_ENCODED[2:]) and _ENCODED not in fields
 
 
-def ends_an_event(before_last: bytes, last: bytes) -> bool:
-    """Whether a stream with these last chunks is between two events; it is before its first one."""
-    return not last or (before_last[-3:] + last[-3:]).endswith(_EVENT_ENDS)
+class WholeEvents:
+    """Withholds the part of an event that has arrived, so that a client gets whole events only.
+
+    What it has been given so can be followed by a comment or by an error event at any time. Mutable: `take`.
+    """
+
+    __slots__ = ("held", "is_inside")
+
+    def __init__(self) -> None:
+        self.held = b""
+        """The part of an event that the client has not got."""
+        self.is_inside = False
+        """The client has got a part of an event that is too large to be withheld."""
+
+    def take(self, chunk: bytes) -> bytes:
+        """What the client gets now that `chunk` has come: up to the end of the last event."""
+        data = self.held + chunk if self.held else chunk
+        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+        if end:
+            self.is_inside = False
+        if self.is_inside or len(data) - end > MAX_HELD_BYTES:
+            self.held, self.is_inside = b"", True
+            return data
+        self.held = data[end:]
+        return data[:end]
 
 
 def moved(lost: str, answering: str) -> bytes:

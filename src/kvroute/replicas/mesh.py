@@ -23,6 +23,7 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
+from kvroute.dual_stack import EVERY_ADDRESS
 from kvroute.errors import ConfigError, WireError
 from kvroute.replicas.messages import (
     Hello,
@@ -492,7 +493,8 @@ def _bind(family: int, address: tuple[object, ...], *, shared: bool) -> socket.s
         if shared:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            only_ipv6 = address[0] != EVERY_ADDRESS
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
         bound.setblocking(False)
         bound.bind(address)
     except OSError:

@@ -24,6 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvroute import __version__
 from kvroute.clock import Clock
+from kvroute.dual_stack import EVERY_ADDRESS, dual_stack_socket
 from kvroute.errors import ConfigError
 from kvroute.tallies import Gauges, counter, gauge
 from kvroute.tierd.lower_levels import Peers
@@ -201,9 +202,12 @@ async def run_tierd(options: TierdOptions, clock: Clock) -> AsyncIterator[Runnin
             await peers.refresh()
             background.append(asyncio.create_task(peers.run()))
         try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(connections), options.host, options.port, backlog=_BACKLOG
-            )
+            loop, protocol = asyncio.get_running_loop(), lambda: Connection(connections)
+            if options.host == EVERY_ADDRESS:
+                both = dual_stack_socket(options.port)
+                server = await loop.create_server(protocol, sock=both, backlog=_BACKLOG)
+            else:
+                server = await loop.create_server(protocol, options.host, options.port, backlog=_BACKLOG)
         except OSError as exc:
             raise ConfigError(
                 "port", f"cannot listen on {options.host}:{options.port}: {exc.strerror}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvroute.errors import ConnectRefused, ConnectTimeout, NoResources, PoolExhausted, UpstreamError
+from kvroute.upstream.connecting import Connector
 from kvroute.upstream.connection import UpstreamConnection
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.response import PlainAnswers
@@ -203,6 +204,7 @@ class ConnectionPool:
         self._permits = asyncio.Semaphore(options.max_connections) if options.max_connections else None
         self._expiry: asyncio.TimerHandle | None = None
         self._is_retired = False
+        self._connector = Connector(origin.host, origin.port)
         self._plain = PlainAnswers()
         self._outbox = outbox
         max_spares = 0 if options.max_connections else min(options.spare_connections, options.max_idle)
@@ -324,9 +326,7 @@ class ConnectionPool:
         try:
             if not self._is_retired:
                 async with asyncio.timeout(timeout_s or None):
-                    await loop.create_connection(
-                        lambda: connection, self.origin.host, self.origin.port, ssl=self._tls
-                    )
+                    await self._open_socket(loop, connection)
             if self._is_retired:
                 raise ConnectRefused(f"{self.origin}: the worker has left")
             if not connection.is_open:
@@ -343,6 +343,24 @@ class ConnectionPool:
                     raise error(f"{self.origin}: {text}") from exc
             raise
         return connection
+
+    async def _open_socket(self, loop: asyncio.AbstractEventLoop, connection: UpstreamConnection) -> None:
+        connected = await self._connector.connect()
+        if connected is None:
+            await loop.create_connection(
+                lambda: connection, self.origin.host, self.origin.port, ssl=self._tls
+            )
+            return
+        try:
+            await loop.create_connection(
+                lambda: connection,
+                sock=connected,
+                ssl=self._tls,
+                server_hostname=self.origin.host if self._tls is not None else None,
+            )
+        except BaseException:
+            connected.close()
+            raise
 
     def _close_idle(self, connection: UpstreamConnection) -> None:
         self._idle.pop(connection, None)

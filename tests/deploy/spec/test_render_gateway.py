@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.manifests import check
+from tests.support.rendered_redis import PASSWORDS, answers_to_auth
 
 from kvroute.app.config import Config, load
 from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
@@ -116,11 +117,22 @@ def test_two_pickers_share_through_a_redis_of_their_own(own, plan, tmp_path):
     (variable,) = redis["env"]
     reference = variable["valueFrom"]["secretKeyRef"]
     assert reference["key"] in secrets[reference["name"]]["stringData"]
-    assert f"requirepass ${variable['name']}" in " ".join(redis["command"])
+    assert f'"${variable["name"]}" | sed' in " ".join(redis["command"])
     mounted = {item["path"] for each in sources for item in each["secret"]["items"]}
     assert mounted == {"admin-key", "sharing-key", "redis-password"}
     (rule,) = allowed(found, "sharing")
     assert rule["from"] == [{"podSelector": found["Deployment", "demo-gateway"]["spec"]["selector"]}]
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+async def test_any_password_works_in_the_rendered_redis(password, own, plan, tmp_path):
+    found = objects_of(plan(own()))
+    [container] = found["Deployment", "demo-sharing"]["spec"]["template"]["spec"]["containers"]
+
+    right, wrong = await answers_to_auth(container["command"], password, tmp_path)
+
+    assert right == b"+OK\r\n"
+    assert wrong == b"-WRONG"
 
 
 def test_settings_with_a_redis_of_their_own_render_none(own, plan, tmp_path):

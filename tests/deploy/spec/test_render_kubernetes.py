@@ -8,9 +8,11 @@ import pytest
 import yaml
 from tests.support.manifests import RELEASES, check
 
+from kvroute.app import config_loading
 from kvroute.app.config import Config, load
 from kvroute.app.reference import families
 from kvroute.deploy.l2.registry import BACKENDS
+from kvroute.deploy.render.config import SECRET_OPTIONS
 from kvroute.deploy.render.kubernetes import (
     SECRET_FILE,
     kubernetes_objects,
@@ -224,6 +226,45 @@ def test_keys_come_from_secrets_by_reference(own, plan):
         {"key": "admin", "path": "admin-key"},
     ]
     assert not [key for key in found if key[0] == "Secret"]
+
+
+def test_keys_and_passwords_of_the_settings_are_in_a_secret_not_in_the_configmap(own, plan, tmp_path):
+    settings = {
+        "fleet": {"worker_api_key": "hidden-worker"},
+        "admin": {"api_key": "hidden-admin-0123456789"},
+        "server": {"api_keys": ["hidden-a", "hidden-b"]},
+        "sharing": {"url": "redis://user:hidden-redis@r:6379", "key": "hidden-" + "0" * 32},
+        "lmcache": {"l2": {"redis_url": "redis://r:6379", "redis_password": "hidden-l2"}},
+    }
+    files = render_kubernetes(plan(own({"x-kvroute.gateway.settings": settings})))
+    (secret,) = yaml.safe_load_all(files.pop("gateway-settings-secret.yaml"))
+    gateway = [each for each in yaml.safe_load_all(files["gateway.yaml"]) if each]
+
+    assert "hidden" not in "".join(files.values())
+    (config,) = [
+        yaml.safe_load(each["data"]["kvroute.yaml"]) for each in gateway if each["kind"] == "ConfigMap"
+    ]
+    (pod,) = [each["spec"]["template"]["spec"] for each in gateway if each["kind"] == "Deployment"]
+    (keys,) = [volume["projected"]["sources"] for volume in pod["volumes"] if volume["name"] == "keys"]
+    mounted = {item["path"] for each in keys for item in each["secret"]["items"]}
+    assert secret["stringData"].keys() <= mounted
+    for name, text in secret["stringData"].items():
+        (tmp_path / name).write_text(text)
+    text = yaml.safe_dump(config).replace("/run/secrets/kvroute", str(tmp_path))
+    (tmp_path / "kvroute.yaml").write_text(text)
+    loaded = load(file=tmp_path / "kvroute.yaml").config
+    assert loaded.fleet.worker_api_key.get_secret_value() == "hidden-worker"
+    assert [key.get_secret_value() for key in loaded.server.api_keys] == ["hidden-a", "hidden-b"]
+    assert loaded.sharing.url.get_secret_value() == "redis://user:hidden-redis@r:6379"
+
+
+def test_every_secret_option_is_kept_out_of_configmaps():
+    secret = {
+        path for path, _ in config_loading.walk(Config)
+        if config_loading.is_secret(config_loading.shape_at(Config, path))
+    }  # fmt: skip
+
+    assert {*SECRET_OPTIONS} == secret
 
 
 def test_without_a_secret_for_the_admin_key_one_is_made(own, plan):

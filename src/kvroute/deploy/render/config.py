@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -108,6 +109,37 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         inner = result.get(key)
         result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return result
+
+
+SECRET_OPTIONS: Final = (
+    ("server", "api_keys"),
+    ("admin", "api_key"),
+    ("fleet", "worker_api_key"),
+    ("lmcache", "l2", "redis_url"),
+    ("lmcache", "l2", "redis_password"),
+    ("lmcache", "tierd", "key"),
+    ("sharing", "url"),
+    ("sharing", "password"),
+    ("sharing", "key"),
+)
+"""Options that a ConfigMap must not contain; each can be read from a file, `NAME_file`. URLs: with a user."""
+
+
+def without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configuration with files below SECRETS in place of its secrets, and the content of these files."""
+    public, found = copy.deepcopy(dict(config)), dict[str, str]()
+    for *above, last in SECRET_OPTIONS:
+        node: Any = public
+        for key in above:
+            node = node.get(key) if isinstance(node, dict) else None
+        value = node.get(last) if isinstance(node, dict) else None
+        if not value or (last.endswith("url") and "@" not in value):
+            continue
+        file = "-".join([*above, last]).replace("_", "-")
+        del node[last]
+        node[f"{last}_file"] = f"{SECRETS}/{file}"
+        found[file] = "\n".join(value) if isinstance(value, list) else str(value)
+    return public, found
 
 
 def config_text(config: Mapping[str, Any]) -> str:

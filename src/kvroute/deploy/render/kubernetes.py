@@ -6,7 +6,7 @@ Here are the gateway's objects, or those of the endpoint pickers, and those for 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvroute.deploy.render.config import (
@@ -16,6 +16,7 @@ from kvroute.deploy.render.config import (
     admin_key_secret,
     config_text,
     gateway_config,
+    without_secrets,
 )
 from kvroute.deploy.render.envoy import (
     INFERENCE_API,
@@ -325,7 +326,8 @@ def gateway_manifests(
         roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
         subjects=[{"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}],
     )
-    yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(config)})
+    public, _ = without_secrets(config)
+    yield manifest("v1", "ConfigMap", plan, name, GATEWAY, data={"kvroute.yaml": config_text(public)})
     spec = _deployment(plan, site, name, config, is_picker=is_picker)
     yield manifest("apps/v1", "Deployment", plan, name, GATEWAY, spec=spec)
     ports = [service_port(port, number) for port, number in _ports(config, is_picker=is_picker).items()]
@@ -360,6 +362,18 @@ def admin_secret(plan: EndpointPlan, key: str) -> Manifest | None:
     if secret is None or secret is plan.extension.gateway.admin_key_secret:
         return None
     return manifest("v1", "Secret", plan, secret.name, GATEWAY, type="Opaque", stringData={secret.key: key})
+
+
+def _settings_secret(plan: EndpointPlan) -> str:
+    return f"{plan.name}-gateway-settings"
+
+
+def settings_secrets(plan: EndpointPlan, config: Mapping[str, Any]) -> Iterator[Manifest]:
+    """The Secret with the keys and passwords of `x-kvroute.gateway.settings`, if there are any."""
+    _, keys = without_secrets(config)
+    if keys:
+        name = _settings_secret(plan)
+        yield manifest("v1", "Secret", plan, name, GATEWAY, type="Opaque", stringData=keys)
 
 
 def sharing_secret(plan: EndpointPlan) -> Manifest:
@@ -410,6 +424,9 @@ def _deployment(
         )
         if secret is not None
     ]
+    if own_keys := without_secrets(config)[1]:
+        items = [{"key": key, "path": key} for key in own_keys]
+        secret_files.append({"secret": {"name": _settings_secret(plan), "items": items}})
     if is_picker and shares_own_redis(plan):
         items = [{"key": key, "path": key} for key in (SHARING_KEY, SHARING_PASSWORD)]
         secret_files.append({"secret": {"name": f"{plan.name}-{SHARING}", "items": items}})
@@ -459,6 +476,8 @@ def _deployment(
 
 SECRET_FILE: Final = "gateway-secret.yaml"
 """The manifest that contains the generated keys."""
+SETTINGS_SECRET_FILE: Final = "gateway-settings-secret.yaml"
+"""The manifest that contains keys and passwords of the spec."""
 
 
 def kubernetes_objects(plan: EndpointPlan, door: GatewayRef | None = None) -> dict[str, list[Manifest]]:
@@ -477,6 +496,7 @@ def kubernetes_objects(plan: EndpointPlan, door: GatewayRef | None = None) -> di
         "lmcache.yaml": list(cache_manifests(plan, site)),
         "l2.yaml": list(tier_manifests(plan, site)),
         "gateway.yaml": list(gateway_manifests(plan, site, config, is_picker=is_picker)),
+        SETTINGS_SECRET_FILE: list(settings_secrets(plan, config)),
         "route.yaml": list(route_manifests(plan, config, door)) if door is not None else [],
         "sharing.yaml": list(sharing_manifests(plan)) if is_picker and shares_own_redis(plan) else [],
         "network.yaml": list(network_manifests(plan, site, list(ports.values()), relay)),

@@ -461,11 +461,13 @@ _REDIS_USER = 999
 """The user id in Redis' image."""
 
 _SHARING_COMMAND = """\
+quoted=$(printf %s "$REDIS_PASSWORD" | sed 's/[\\\\"]/\\\\&/g')
 exec redis-server - --save "" --appendonly no <<END
-requirepass $REDIS_PASSWORD
+requirepass "$quoted"
 END
 """
-"""Redis reads the password from a pipe: command lines are seen by every process of a node."""
+"""Redis reads the password from a pipe: command lines are seen by every process of a node. In a line of its
+configuration the password stands in quotes."""
 
 
 def sharing_manifests(plan: EndpointPlan) -> Iterator[Manifest]:

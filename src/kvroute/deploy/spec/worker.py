@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, Literal
+
+from pydantic import field_validator
 
 from kvroute.deploy.spec.source import Fields, applied, noted, section
 
 ENVIRONMENT = "the workers' environment"
 _ENV_BY_REFERENCE = "the workers' environment (Kubernetes)"
 Quantity = str | int | float
+_is_quantity = re.compile(
+    r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?"
+).fullmatch
+"""Kubernetes' notation (apimachinery, api/resource/quantity.go)."""
 
 
 class KeyRef(Fields):
@@ -72,6 +79,17 @@ class Resources(Fields):
     limits: dict[str, Quantity] | None = applied(becomes="limits of the workers, and their GPUs")
     requests: dict[str, Quantity] | None = applied(becomes="requests of the workers (Kubernetes)")
     claims: list[ResourceClaim] | None = applied(becomes="resource claims of the workers (Kubernetes)")
+
+    @field_validator("limits", "requests")
+    @classmethod
+    def _are_quantities(cls, value: dict[str, Quantity] | None) -> dict[str, Quantity] | None:
+        for name, amount in (value or {}).items():
+            # An extended resource, such as a GPU, is counted in whole numbers.
+            if "/" in name and not (str(amount).isascii() and str(amount).isdigit()):
+                raise ValueError(f"{name}: {amount!r} is not a whole number")
+            if _is_quantity(str(amount)) is None:
+                raise ValueError(f"{name}: {amount!r} is not a quantity such as 2, 500m or 16Gi")
+        return value
 
 
 class Probe(Fields):
