@@ -16,6 +16,8 @@ import pytest
 from tests.support.sockets import free_port
 
 WORKER = "http://127.0.0.1:9"
+SECRET = "s3cret-0123456789"
+WITH_KEY = {"authorization": f"Bearer {SECRET}"}
 """No worker listens there; the gateway starts all the same."""
 
 ADDED = {"url": "http://127.0.0.1:10", "id": "added"}
@@ -342,12 +344,12 @@ async def test_where_no_key_can_be_kept_the_error_names_the_option(run, state):
 async def test_where_no_key_can_be_kept_a_configured_one_is_enough(serve, http, state):
     state.write_text("a file")
 
-    gateway = await serve("--worker", WORKER, "--set", "admin.api_key=s3cret-0123456789", workers=0)
+    gateway = await serve("--worker", WORKER, "--set", f"admin.api_key={SECRET}", workers=0)
 
-    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret-0123456789"})
+    answer = await http.get(f"{gateway.url}/admin/config", headers=WITH_KEY)
     assert answer.status_code == 200
     assert (await http.get(f"{gateway.url}/admin/config")).status_code == 401
-    assert "s3cret-0123456789" not in gateway.log + answer.text
+    assert SECRET not in gateway.log + answer.text
     assert "admin.api_key" in await gateway.logged("admin key")
 
 
@@ -399,17 +401,17 @@ async def test_up_prints_the_key_files_path_and_ps_finds_the_key(run, http, tmp_
 @pytest.mark.parametrize("how", ["variable", "variable of a file", "flag"])
 async def test_a_configured_key_counts_and_none_is_made(serve, http, state, tmp_path, how):
     file = tmp_path / "key"
-    file.write_text("s3cret-0123456789\n")
+    file.write_text(f"{SECRET}\n")
     arguments, env = [], {}
     if how == "variable":
-        env = {"KVROUTE__ADMIN__API_KEY": "s3cret-0123456789"}
+        env = {"KVROUTE__ADMIN__API_KEY": SECRET}
     elif how == "variable of a file":
         env = {"KVROUTE__ADMIN__API_KEY_FILE": str(file)}
     else:
         arguments = ["--admin-key-file", str(file)]
     gateway = await serve("--worker", WORKER, *arguments, workers=0, env=env | {"XDG_STATE_HOME": str(state)})
 
-    answer = await http.get(f"{gateway.url}/admin/config", headers={"authorization": "Bearer s3cret-0123456789"})
+    answer = await http.get(f"{gateway.url}/admin/config", headers=WITH_KEY)
 
     assert answer.status_code == 200
     assert "admin key" in await gateway.logged("admin key")
