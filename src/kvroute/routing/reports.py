@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 from kvroute.blocks.keys import BlockKey
 from kvroute.routing.strategy import Tokens
 
@@ -23,6 +25,28 @@ _STEADY: Final = 0.5
 """Share of them that promised at least a block too much."""
 _LEAST_OTHER: Final = 3
 """Reports by the other rule before it counts, and they must be more than twice those by the present rule."""
+
+
+class _Latest(Struct, gc=False):
+    """The latest predictions of a worker: predicted tokens, those that were found, and whether a block or
+    more was missing. Mutable: `add` keeps the sums, because every answer adds a row."""
+
+    rows: deque[tuple[int, int, bool]]
+    predicted: int = 0
+    found: int = 0
+    wrong: int = 0
+
+    def add(self, predicted: int, found: int, is_wrong: bool) -> None:
+        rows = self.rows
+        if len(rows) == _WINDOW:
+            oldest = rows.popleft()
+            self.predicted -= oldest[0]
+            self.found -= oldest[1]
+            self.wrong -= oldest[2]
+        rows.append((predicted, found, is_wrong))
+        self.predicted += predicted
+        self.found += found
+        self.wrong += is_wrong
 
 
 class Discounts:
@@ -39,7 +63,7 @@ class Discounts:
         """Worker's index -> share, for predictions by the cache map. Always the same mapping."""
         self.sent: dict[int, float] = {}
         """The same for predictions by the route history."""
-        self._latest: dict[tuple[int, bool], deque[tuple[int, int, bool]]] = {}
+        self._latest: dict[tuple[int, bool], _Latest] = {}
         self._verdicts: tuple[dict[int, float], dict[int, float]] = {}, {}
         """By history and by map: every worker's share, also if all are 1."""
 
@@ -50,13 +74,14 @@ class Discounts:
         key = index, is_mapped
         latest = self._latest.get(key)
         if latest is None:
-            latest = self._latest[key] = deque(maxlen=_WINDOW)
-        latest.append((predicted, min(found, predicted), predicted - found >= block_tokens))
-        if len(latest) < _LEAST:
+            latest = self._latest[key] = _Latest(deque())
+        latest.add(predicted, found if found < predicted else predicted, predicted - found >= block_tokens)
+        count = len(latest.rows)
+        if count < _LEAST:
             return
         share = 1.0
-        if sum(row[2] for row in latest) >= _STEADY * len(latest):
-            share = sum(row[1] for row in latest) / sum(row[0] for row in latest)
+        if latest.wrong >= _STEADY * count:
+            share = latest.found / latest.predicted
         verdicts = self._verdicts[is_mapped]
         if verdicts.get(index) != share:
             verdicts[index] = share
