@@ -57,10 +57,10 @@ async def started(run_endpoint: Run, prompt: Prompts) -> AsyncIterator[Endpoint]
         },
         "lmcache": {
             "coordinator": {"enabled": True},
-            "l2": {"timeout_ms": 2000},
+            "l2": {"timeout_ms": 5000},
             "prefetch": {"enabled": True, "timeout_s": 20},
         },
-        "tokens": {"timeout_ms": 2000},
+        "tokens": {"timeout_ms": 5000},
     }
     async with run_endpoint("redis-l2.yaml", "--strategy", "kvaware", settings=settings) as endpoint:
         for worker in workers(endpoint):

@@ -19,9 +19,15 @@ def chain(path: list[int]) -> list[BlockKey]:
     return token_keys([number for number in path for _ in range(KEY_TOKENS)], 0)
 
 
-def never(slot: int, keys: Sequence[BlockKey]) -> bool:
-    """`has_end` of a map without events."""
-    return False
+class Ends:
+    """A map by the ends of the prompts that it has, or of all prompts of a slot. Mutable."""
+
+    def __init__(self) -> None:
+        self.ends: set[tuple[int, BlockKey]] = set()
+        self.slots: set[int] = set()
+
+    def __call__(self, slot: int, keys: Sequence[BlockKey]) -> bool:
+        return slot in self.slots or (slot, keys[-1]) in self.ends
 
 
 def common(one: list[BlockKey], other: list[BlockKey]) -> int:
@@ -34,7 +40,8 @@ def common(one: list[BlockKey], other: list[BlockKey]) -> int:
 class InFlightAgainstLists(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.in_flight = InFlight()
+        self.map = Ends()
+        self.in_flight = InFlight(self.map)
         self.flights: list[tuple[Flight, int, list[BlockKey]]] = []
         self.of_forgotten: list[Flight] = []
         self.ended: list[tuple[int, list[BlockKey]]] = []
@@ -56,12 +63,14 @@ class InFlightAgainstLists(RuleBasedStateMachine):
 
     @rule(slot=SLOTS)
     def apply_events(self, slot: int) -> None:
-        self.in_flight.compact(lambda of, keys: of == slot, 0.0)
+        self.map.slots = {slot}
+        self.in_flight.compact(0.0)
+        self.map.slots = set()
         self.ended = [each for each in self.ended if each[0] != slot and each[1]]
 
     @rule()
     def wait(self) -> None:
-        self.in_flight.compact(never, ANNOUNCED_S)
+        self.in_flight.compact(ANNOUNCED_S)
         self.ended.clear()
 
     @rule(slot=SLOTS)
@@ -106,7 +115,8 @@ TestInFlightAgainstLists.settings = settings(max_examples=100, stateful_step_cou
 
 
 def test_a_finished_prompt_stays_until_the_map_has_its_end() -> None:
-    in_flight, keys = InFlight(), chain([1, 2, 3])
+    ends, keys = Ends(), chain([1, 2, 3])
+    in_flight = InFlight(ends)
     flight = in_flight.acquire(7, keys)
 
     flight.first_token(1.0, True)
@@ -117,10 +127,11 @@ def test_a_finished_prompt_stays_until_the_map_has_its_end() -> None:
     assert in_flight.match(keys) == ({7: 3}, False)  # no more keys are in flight
     assert in_flight.match(chain([1, 2, 4])) == ({7: 2}, False)
 
-    in_flight.compact(never, 2.0 + 0.9 * ANNOUNCED_S)  # other events have come, not those of the prompt
+    in_flight.compact(2.0 + 0.9 * ANNOUNCED_S)  # other events have come, not those of the prompt
     assert in_flight.match(keys) == ({7: 3}, False)
 
-    in_flight.compact(lambda slot, ends: (slot, ends) == (7, keys), 2.0)
+    ends.ends.add((7, keys[-1]))
+    in_flight.compact(2.0)
     assert in_flight.match(keys) == ({}, False)
     assert len(in_flight) == 0
 
@@ -129,7 +140,7 @@ def test_a_prompt_whose_events_do_not_come_leaves_in_time() -> None:
     in_flight, keys = InFlight(), chain([1])
     in_flight.acquire(0, keys, streamed=False).finish(2.0)
 
-    in_flight.compact(never, 2.0 + ANNOUNCED_S)
+    in_flight.compact(2.0 + ANNOUNCED_S)
 
     assert in_flight.match(keys) == ({}, False)
 
@@ -139,16 +150,31 @@ def test_a_prompt_that_was_not_computed_leaves_at_once() -> None:
     in_flight, keys = InFlight(), chain([1])
     in_flight.acquire(0, keys).finish(2.0)
 
-    in_flight.compact(never, 2.0)
+    in_flight.compact(2.0)
+
+    assert in_flight.match(keys) == ({}, False)
+
+
+def test_a_prompt_that_the_map_had_at_the_end_leaves_though_it_was_evicted_since() -> None:
+    ends, keys = Ends(), chain([1])
+    in_flight = InFlight(ends)
+    flight = in_flight.acquire(0, keys, streamed=False)
+    ends.ends.add((0, keys[-1]))
+    flight.finish(2.0)
+
+    ends.ends.clear()
+    in_flight.compact(2.0)
 
     assert in_flight.match(keys) == ({}, False)
 
 
 def test_the_map_is_asked_by_the_keys_that_the_worker_announces() -> None:
-    in_flight, keys, ahead = InFlight(), chain([1, 2]), chain([2, 1])
+    ends, keys, ahead = Ends(), chain([1, 2]), chain([2, 1])
+    in_flight = InFlight(ends)
     in_flight.acquire(0, keys, ahead, streamed=False).finish(2.0)
 
-    in_flight.compact(lambda slot, ends: ends == ahead, 2.0)
+    ends.ends.add((0, ahead[-1]))
+    in_flight.compact(2.0)
 
     assert in_flight.match(keys) == ({}, False)
 
@@ -170,10 +196,10 @@ def test_of_a_slot_with_states_only_whole_prompts_count() -> None:
     assert in_flight.match(keys[:3])[0] == {7: 2, 8: 3}
     assert in_flight.match(chain([1, 2, 3, 4, 5]))[0] == {7: 4, 8: 4}
     short.finish(0.0)
-    in_flight.compact(never, ANNOUNCED_S)
+    in_flight.compact(ANNOUNCED_S)
     assert in_flight.match(keys[:3])[0] == {8: 3}
     long.finish(0.0)
-    in_flight.compact(never, ANNOUNCED_S)
+    in_flight.compact(ANNOUNCED_S)
     assert in_flight.match(keys)[0] == {8: 4}
     in_flight.forget(7)
     assert in_flight.count_whole_prompts(7)

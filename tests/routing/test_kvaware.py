@@ -67,8 +67,8 @@ def history():
 
 
 @pytest.fixture
-def in_flight():
-    return InFlight()
+def in_flight(caches):
+    return InFlight(caches.has_end)
 
 
 @pytest.fixture

@@ -46,12 +46,20 @@ class _SlotEntry(Struct, eq=False, gc=False):
     counts."""
 
 
+HasEnd = Callable[[int, Sequence[BlockKey]], bool]
+"""`(slot, keys)`: does the cache map have the last block of a prompt there (`CacheMap.has_end`)?"""
+
 _Segments = dict[int, _PathSegment]
 _NO_MATCH: Final[tuple[Mapping[int, int], bool]] = MappingProxyType({}), False
 ANNOUNCED_S: Final = 1.0
 """Time after a request's end by which the events of its prompt have arrived, or never will."""
 MOST_ENDED: Final = 256
 """Finished prompts that are kept; `InFlight.compact` looks at each."""
+
+
+def _has_nothing(slot: int, keys: Sequence[BlockKey]) -> bool:
+    """For a gateway without a map."""
+    return False
 
 
 class Flight(Struct, eq=False):
@@ -61,14 +69,11 @@ class Flight(Struct, eq=False):
     _entry: _SlotEntry
     _last: _PathSegment | None
     _ended: list[Flight]
-    announced: Sequence[BlockKey]
+    _announced: Sequence[BlockKey]
     """The keys under which the slot's blocks of the prompt come into the cache map."""
+    _has_end: HasEnd
     _is_computed: bool
     _end: float | None = None
-
-    @property
-    def slot(self) -> int:
-        return self._entry.slot
 
     def first_token(self, now: float, is_first: bool) -> None:
         """The worker has computed the prompt."""
@@ -79,14 +84,18 @@ class Flight(Struct, eq=False):
         counts."""
         if self._end is not None or self._last is None:
             return
-        # The blocks of a prompt that was never computed will not be announced.
-        self._end = now if self._is_computed else -inf
+        # The blocks of a prompt that was never computed will not be announced. Those that the map has may be
+        # evicted before the next decision.
+        is_awaited = self._is_computed and not self._has_end(self._entry.slot, self._announced)
+        self._end = now if is_awaited else -inf
         self._last.ended += 1
         self._ended.append(self)
 
-    def is_expected(self, now: float) -> bool:
+    def is_awaited(self, now: float) -> bool:
         """Of an ended request: can the events of its prompt still come?"""
-        return self._end is not None and now - self._end < ANNOUNCED_S and not self._entry.is_forgotten
+        if self._end is None or now - self._end >= ANNOUNCED_S or self._entry.is_forgotten:
+            return False
+        return not self._has_end(self._entry.slot, self._announced)
 
     def leave(self) -> None:
         """Remove the prompt; for `InFlight.compact`."""
@@ -124,7 +133,8 @@ class InFlight:
 
     # Keys are chained: equal keys at one position mean equal keys at all positions before it.
 
-    def __init__(self) -> None:
+    def __init__(self, has_end: HasEnd = _has_nothing) -> None:
+        self._has_end = has_end
         self._segments: _Segments = {}
         """Segments by their first key; no two segments have the same one."""
         self._slots: dict[int, _SlotEntry] = {}
@@ -212,7 +222,7 @@ class InFlight:
         try:
             first = keys[0]
         except IndexError:
-            return Flight(segments, entry, None, self.ended, announced, not streamed)
+            return Flight(segments, entry, None, self.ended, announced, self._has_end, not streamed)
         if entry.ends is not None:
             end = len(keys), keys[-1]
             entry.ends[end] = entry.ends.get(end, 0) + 1
@@ -221,23 +231,15 @@ class InFlight:
             last = segments[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
         else:
             last = self._attach(segment, slot, keys)
-        return Flight(segments, entry, last, self.ended, announced, not streamed)
+        return Flight(segments, entry, last, self.ended, announced, self._has_end, not streamed)
 
-    def compact(self, has_end: Callable[[int, Sequence[BlockKey]], bool], now: float) -> None:
+    def compact(self, now: float) -> None:
         """Remove the prompts of finished requests whose events have been applied, or will not come.
 
-        Call this after the workers' events have been read. `has_end(slot, keys)`: does the cache map have the
-        last block of a prompt (`CacheMap.has_end`)?
+        Call this after the workers' events have been read.
         """
-        if not self.ended:
-            return
-        self._keep(
-            [
-                flight
-                for flight in self.ended
-                if flight.is_expected(now) and not has_end(flight.slot, flight.announced)
-            ]
-        )
+        if self.ended:
+            self._keep([flight for flight in self.ended if flight.is_awaited(now)])
 
     def _keep(self, kept: Sequence[Flight]) -> None:
         """Remove the finished prompts that are not in `kept`, a part of `ended` in the same order."""

@@ -429,7 +429,7 @@ class _RecordedFlights:
     def count_whole_prompts(self, slot: int) -> bool:
         return False  # the recorded matches are limited already
 
-    def compact(self, has_end: object, now: float) -> None:
+    def compact(self, now: float) -> None:
         """Nothing is in flight."""
 
 

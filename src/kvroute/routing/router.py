@@ -200,11 +200,11 @@ class Router:
         self.learned = Learned() if options.learning else None
         """What answers have taught about each model and worker; None without `routing.learning`."""
         self._costs = CostModel(history, options.costs, options.costs_of_models(), self.learned)
-        self._in_flight = InFlight()
+        self._caches = caches or NoMap()
+        self._in_flight = InFlight(self._caches.has_end)
         self._transfers = Transfers(options.options_of(KvAwareOptions).tiers)
         self.reports = Reports(Discounts(), Answers())
         """What answers have taught about the predictions."""
-        self._caches = caches or NoMap()
         views = CacheViews(self._caches, self._in_flight, self._transfers, self.reports)
         self._strategies: dict[str, Strategy] = {
             name: make(getattr(options, name), self._costs, history, views)

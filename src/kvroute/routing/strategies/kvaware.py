@@ -76,7 +76,7 @@ class KvAware:
             return self._by_load(query, view)
         exact, simple = query.exact, None
         if exact and self._caches.refresh(False):
-            self._in_flight.compact(self._caches.has_end, now)
+            self._in_flight.compact(now)
         if len(exact) == 1:
             found = [self._find(exact[0], now)]
             simple = self._mapped(found[0], workers)
@@ -163,7 +163,7 @@ class KvAware:
         in_flight, continues_finished = self._in_flight.match(prompt.keys)
         # The events of a finished request's answer may have arrived since the last refresh.
         if continues_finished and self._caches.refresh(True):
-            self._in_flight.compact(self._caches.has_end, now)
+            self._in_flight.compact(now)
             in_flight, _ = self._in_flight.match(prompt.keys)
         return prompt, self._caches.match(prompt), in_flight
 
