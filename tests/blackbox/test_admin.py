@@ -17,6 +17,7 @@ from tests.support.sockets import free_port
 
 WORKER = "http://127.0.0.1:9"
 SECRET = "s3cret-0123456789"
+NEW, OLD = "new-0123456789abc", "old-0123456789abc"
 WITH_KEY = {"authorization": f"Bearer {SECRET}"}
 """No worker listens there; the gateway starts all the same."""
 
@@ -420,13 +421,13 @@ async def test_a_configured_key_counts_and_none_is_made(serve, http, state, tmp_
 
 async def test_while_one_key_replaces_another_both_are_valid(serve, http, tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# the new one\nnew\n\nold\n")
+    file.write_text(f"# the new one\n{NEW}\n\n{OLD}\n")
     gateway = await serve("--worker", WORKER, "--set", f"admin.api_key_file={file}", workers=0)
 
     url = f"{gateway.url}/admin/config"
     statuses = [
         (await http.get(url, headers={"authorization": f"Bearer {key}"})).status_code
-        for key in ("new", "old", "older", "# the new one", "new old")
+        for key in (NEW, OLD, f"{OLD}er", "# the new one", f"{NEW} {OLD}")
     ]
 
     assert statuses == [200, 200, 401, 401, 401]
@@ -434,17 +435,17 @@ async def test_while_one_key_replaces_another_both_are_valid(serve, http, tmp_pa
 
 async def test_changes_leave_an_audit_line_without_the_key(serve, http, tmp_path):
     file = tmp_path / "keys"
-    file.write_text("new\nold\n")
+    file.write_text(f"{NEW}\n{OLD}\n")
     gateway = await serve("--worker", WORKER, "--set", f"admin.api_key_file={file}", workers=0)
     workers = f"{gateway.url}/admin/workers"
 
     def header(key: str) -> dict[str, str]:
         return {"authorization": f"Bearer {key}"}
 
-    await http.post(workers, json=ADDED, headers=header("new"))
-    await http.post(f"{workers}/added/drain", headers=header("old"))
-    await http.delete(f"{workers}/added/drain", headers=header("old"))
-    await http.delete(f"{workers}/added", headers=header("new") | {"x-forwarded-for": "203.0.113.9"})
+    await http.post(workers, json=ADDED, headers=header(NEW))
+    await http.post(f"{workers}/added/drain", headers=header(OLD))
+    await http.delete(f"{workers}/added/drain", headers=header(OLD))
+    await http.delete(f"{workers}/added", headers=header(NEW) | {"x-forwarded-for": "203.0.113.9"})
     await gateway.logged("removed")
     lines = [json.loads(line) for line in gateway.lines if '"kvroute.admin"' in line]
 
@@ -453,5 +454,5 @@ async def test_changes_leave_an_audit_line_without_the_key(serve, http, tmp_path
     ]  # fmt: skip
     fingerprints = [line["key_fingerprint"] for line in lines]
     assert fingerprints[0] == fingerprints[3] != fingerprints[1] == fingerprints[2]
-    assert not {"new", "old"} & set(fingerprints)
+    assert not {NEW, OLD} & set(fingerprints)
     assert [line["client"] for line in lines] == ["127.0.0.1"] * 3 + ["203.0.113.9"]

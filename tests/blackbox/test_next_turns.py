@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import httpx
 import pytest
 from tests.support.chat_templates import MANNERS, write_model
-from tests.support.engines import MODEL, FakeEngine
+from tests.support.engines import MODEL
 from tests.support.sockets import tcp_server
+from tests.support.tokenizing_workers import TokenizingEngine
 from tests.support.waiting import until
 
-from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.request import parse_request
-from kvroute.tokens.encoders import SegmentCache
-from kvroute.tokens.local import LocalTokenizer, load_model
-
 TURNS = 20
-
-
-@dataclass
-class TokenizingEngine(FakeEngine):
-    """An engine whose `/tokenize` renders every chat as a whole."""
-
-    tokenizer: LocalTokenizer | None = None
-
-    async def _answer(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, bytes]:
-        if target != "/tokenize":
-            return await super()._answer(method, target, headers, body)
-        assert self.tokenizer is not None
-        path = "/v1/chat/completions" if "messages" in json.loads(body) else "/v1/completions"
-        (ids,) = self.tokenizer.prompts(parse_request(ENDPOINTS[path], body))
-        return 200, json.dumps({"tokens": list(ids), "count": len(ids), "max_model_len": 1 << 17}).encode()
 
 
 @pytest.mark.parametrize("manner", MANNERS)
 async def test_most_turns_of_a_long_chat_are_served_from_memory(serve, processes, tmp_path, manner):
     folder = write_model(manner, tmp_path / manner)
-    engine = TokenizingEngine(tokenizer=LocalTokenizer(load_model(folder), SegmentCache(1_000_000)))
+    engine = TokenizingEngine.of(folder)
     port = await processes.enter_async_context(tcp_server(engine.serve))
     worker = f"http://127.0.0.1:{port}"
     running = await serve(

@@ -7,10 +7,8 @@ from collections import defaultdict
 import httpx
 import pytest
 from tests.support.engines import MODEL, fake_engine
+from tests.support.tokenizing_workers import simulated_ranks
 from tests.support.waiting import until
-
-from kvroute.sim.app import run_sim
-from kvroute.sim.options import SimOptions
 
 STRATEGIES = ["prefixaware", "session", "roundrobin", "kvaware"]
 
@@ -167,8 +165,7 @@ async def test_processes_share_what_was_sent_to_which_rank(start):
 
 
 async def test_kvaware_predicts_what_a_clients_own_rank_holds(serve, processes):
-    options = SimOptions(time_scale=0, data_parallel_size=2)
-    worker = await processes.enter_async_context(run_sim(options))
+    worker = await processes.enter_async_context(simulated_ranks(2))
     running = await serve("--worker", worker.url, "--strategy", "kvaware")
     client = httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False)
     await processes.enter_async_context(client)

@@ -21,9 +21,9 @@ import pytest
 from tests.support.chat_shapes import NATIVE, SHAPES
 from tests.support.chat_templates import MANNERS, with_template, write_model
 from tests.support.odd_shapes import INEXACT, ODD_SHAPES
+from tests.tokens.test_chat_odd_shapes import ENGINES as ODD_ENGINES
+from tests.tokens.test_chat_odd_shapes import HARMONY
 from tests.tokens.test_harmony import DAY, ENGINES, REQUESTS, digest
-from tests.tokens.test_odd_shapes import ENGINES as ODD_ENGINES
-from tests.tokens.test_odd_shapes import HARMONY
 
 from kvroute.deploy.engine_install import DEFAULT_PATH
 from kvroute.openai.endpoints import ENDPOINTS

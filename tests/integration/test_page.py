@@ -66,7 +66,12 @@ async def browser() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def opened(
-    browser: Browser, gateway, *, width: int = 1280, scheme: str = "light", path: str = "/ui#key=admin-key"
+    browser: Browser,
+    gateway,
+    *,
+    width: int = 1280,
+    scheme: str = "light",
+    path: str = "/ui#key=admin-key-of-the-tests",
 ) -> AsyncIterator[Page]:
     """The page, connected; at the end it must have made no error and no request to another host."""
     context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -381,7 +386,7 @@ async def test_the_key_stays_out_of_the_address_and_a_wrong_one_is_asked_again(b
     await expect(page.locator("#key-problem")).to_contain_text("refuses this key")
     assert "wrong" not in page.url
 
-    await page.locator("#key").fill("admin-key")
+    await page.locator("#key").fill("admin-key-of-the-tests")
     await page.keyboard.press("Enter")
     await expect(page.locator("#figures")).to_be_visible()
     await page.reload()
@@ -462,7 +467,7 @@ async def test_it_works_below_a_path_of_a_proxy(browser, run_gateway, instant_si
         tcp_server(StrippingProxy(gateway.url).serve) as port,
     ):
         url = gateway.url + root if root else f"http://127.0.0.1:{port}/team/llm"
-        async with opened(browser, SimpleNamespace(url=url), path="/#key=admin-key") as page:
+        async with opened(browser, SimpleNamespace(url=url), path="/#key=admin-key-of-the-tests") as page:
             assert page.url == f"{url}/ui"
             await gateway.client.post("/v1/completions", json={"model": "sim-model", "prompt": "hello"})
             await expect(page.locator("#request-table tbody tr")).to_have_count(1)
@@ -503,7 +508,7 @@ async def test_with_kvaware_it_shows_tiers_streams_and_tokenizers(browser, run_g
 async def test_a_page_that_connects_again_counts_no_request_twice(browser, fleet) -> None:
     context = await browser.new_context()
     page = await context.new_page()
-    await page.goto(f"{fleet.url}/ui#key=admin-key")
+    await page.goto(f"{fleet.url}/ui#key=admin-key-of-the-tests")
     await expect(page.locator("#connection")).to_have_text("connected")
     await converse(fleet.client)
     requests = page.locator("#summary dd span").first
