@@ -8,22 +8,28 @@ import httpx
 import msgspec
 import zmq
 import zmq.asyncio
-from tests.blackbox.conftest import StartServe, StartSim
+from tests.blackbox.conftest import Process, StartServe, StartSim
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
 LONG_BYTES = 400_000_000
 
 
-async def test_a_message_without_bounds_costs_no_memory_and_events_go_on(
-    serve: StartServe, sim: StartSim
-) -> None:
+async def listening(serve: StartServe, sim: StartSim) -> tuple[Process, int]:
+    """A gateway that workers send their events to, and the port."""
     port = free_port()
     url = await sim("--time-scale", "0")
     gateway = await serve(
         "--worker", url, "--strategy", "kvaware", "--set", f"kv_events.bind=tcp://127.0.0.1:{port}",
         "--set", "kv_events.topic=one", "--set", "kv_events.replay_endpoint=",
     )  # fmt: skip
+    return gateway, port
+
+
+async def test_a_message_without_bounds_costs_no_memory_and_events_go_on(
+    serve: StartServe, sim: StartSim
+) -> None:
+    gateway, port = await listening(serve, sim)
     context = zmq.asyncio.Context()
     sender = context.socket(zmq.PUB)
     sender.setsockopt(zmq.LINGER, 0)
@@ -63,12 +69,7 @@ async def test_a_message_without_bounds_costs_no_memory_and_events_go_on(
 async def test_a_message_whose_frames_do_not_end_costs_no_memory_and_events_go_on(
     serve: StartServe, sim: StartSim
 ) -> None:
-    port = free_port()
-    url = await sim("--time-scale", "0")
-    gateway = await serve(
-        "--worker", url, "--strategy", "kvaware", "--set", f"kv_events.bind=tcp://127.0.0.1:{port}",
-        "--set", "kv_events.topic=one", "--set", "kv_events.replay_endpoint=",
-    )  # fmt: skip
+    gateway, port = await listening(serve, sim)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4) + b"PUB"

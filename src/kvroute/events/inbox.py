@@ -509,7 +509,7 @@ class Listener:
             if not data:
                 return
             for frames in reader.feed(data):
-                # While data is available, `sock_recv` does not yield to the loop.
+                # `sock_recv` returns at once while data is available, so other tasks would not run.
                 if slicer.exhausted():
                     await slicer.yield_to_loop()
                 inbox = self._inboxes.get(frames[0])

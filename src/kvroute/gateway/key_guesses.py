@@ -43,8 +43,8 @@ class KeyGuesses:
     """Counts wrong admin keys of this process.
 
     A client whose key was right before, or that is on this machine, is not refused because of the guesses of
-    others. Mutable: `check`,
-    `wrong` and `right`; at most 1024 clients, and 256 of those that had a right key.
+    others. Mutable: `wrong` and `right`; it remembers at most 1024 clients with wrong keys, and 256 with
+    right ones.
     """
 
     # A client that has too many wrong keys is refused also with the right one: otherwise the answer would

@@ -92,7 +92,7 @@ class Meter(Forwarding):
     """Whether the endpoint generates text."""
     _is_started: bool = False
     _fields: bytes = b""
-    """The header lines of an answer of known length that comes in parts."""
+    """The header lines of an answer that comes in parts and has a Content-Length."""
     _events: int = 0
     _bytes: int = 0
     _whole: bytes = b""

@@ -515,7 +515,10 @@ class Channel:
             log.warning("sharing: a message of %s is refused: %s", name, refused)
 
     def _log(self, member: Member, level: int, text: str, *values: object) -> None:
-        """Log a change of a member: not without bound for one that may be invented."""
+        """Log a change of a member; at most `_MAX_LINES` lines while it has signed nothing.
+
+        Anybody may have invented such a member.
+        """
         if self._key is not None and not member.has_signed:
             if member.lines >= _MAX_LINES:
                 return

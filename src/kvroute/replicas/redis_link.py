@@ -245,7 +245,7 @@ class _Stream(asyncio.Protocol):
 
 
 class TooLarge(NamedTuple):
-    """In the place of a string in an answer that was too long to be kept."""
+    """Stands in an answer for a string that was longer than the limit and was not kept."""
 
     size: int
 

@@ -103,7 +103,7 @@ def switch(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     value = body.get(name, default)
     if isinstance(value, str):
         value = value.lower()
-    # 1 == 1.0 == True
+    # The mapping also has 1, 1.0, 0 and 0.0, because they are equal to True and False.
     if isinstance(value, (int, float, str)) and value in _SWITCHES:
         return _SWITCHES[value]
     raise Inexact(TokensReason.UNREADABLE)

@@ -37,7 +37,7 @@ PickTemplate: TypeAlias = Callable[[bool], "ChatTemplate | None"]
 
 
 def no_template(_has_tools: bool) -> ChatTemplate | None:
-    """The `PickTemplate` of models whose chats are not rendered by a template."""
+    """A `PickTemplate` for models that have no chat template."""
     return None
 
 

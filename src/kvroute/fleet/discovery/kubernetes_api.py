@@ -272,7 +272,7 @@ _MAX_EVENT_BYTES: Final = 4 << 20
 _UNPAUSED_BYTES: Final = 1 << 20
 """Bytes that are parsed before the event loop gets a turn: 10 ms."""
 _MOST_PAGE_VALUES: Final = 1_500_000
-"""Values of a page, most of which are skipped: the JSON of pods has one for 20 bytes."""
+"""Most JSON values of a page. Pods have about one for each 20 bytes, and most of them are not decoded."""
 _GONE: Final = 410
 _ABSENT: Final = 404
 _COLLECTIONS: Final = {
