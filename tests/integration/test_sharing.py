@@ -24,9 +24,7 @@ from tests.support.redis import RedisServer, redis_server
 from tests.support.sockets import free_port
 from tests.support.waiting import until
 
-from kvroute.blocks.keys import BLOCK_BYTES, CacheSpace, block_keys
-from kvroute.openai.endpoints import ENDPOINTS
-from kvroute.openai.request import parse_request, prompts_of
+from kvroute.blocks.keys import BLOCK_BYTES
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 
@@ -223,44 +221,33 @@ async def haproxy(ports: Sequence[int], folder: Path) -> AsyncIterator[str]:
 ANSWER_TOKENS = 8
 
 
-class SentPrompts:
-    """The reference: which blocks of prompts each worker got, by the answers that clients received.
+class SentTurns:
+    """The reference: how much of each conversation each worker got, by the answers that clients received.
 
-    A request that failed with its gateway may have reached any worker: its blocks are in `uncertain`.
+    Counts are messages. A request that failed with its gateway may have reached any worker: `uncertain`.
     """
 
     def __init__(self) -> None:
-        self.sent: dict[str, set[int]] = {}
-        self.uncertain: set[int] = set()
+        self.sent: dict[tuple[str, int], int] = {}
+        self.uncertain: dict[int, int] = {}
 
-    def keys(self, messages: Sequence[dict[str, str]]) -> tuple[Sequence[int], int]:
-        """The keys of a prompt's blocks, and its bytes."""
-        body = json.dumps({"model": MODEL, "messages": messages}).encode()
-        ((prompt, _),) = prompts_of(parse_request(ENDPOINTS["/v1/chat/completions"], body))
-        return block_keys(prompt, seed=CacheSpace(MODEL).seed), len(prompt)
+    def answered(self, worker: str, conversation: int, messages: int) -> None:
+        self.sent[worker, conversation] = messages
 
-    def answered(self, worker: str, messages: Sequence[dict[str, str]]) -> None:
-        self.sent.setdefault(worker, set()).update(self.keys(messages)[0])
+    def failed(self, conversation: int, messages: int) -> None:
+        self.uncertain[conversation] = messages
 
-    def failed(self, messages: Sequence[dict[str, str]]) -> None:
-        self.uncertain.update(self.keys(messages)[0])
+    def bounds(self, worker: str, conversation: int, tokens: Sequence[int]) -> tuple[int, int]:
+        """The least and the most tokens that a gateway's history may have for the worker.
 
-    def assert_agrees(
-        self, worker: str, messages: Sequence[dict[str, str]], matched: int, tokens: int
-    ) -> None:
-        """`matched`: of the prompt's tokens, those that a gateway's history has for the worker.
-
-        Matches are whole blocks of the engine (16 tokens), and never a prompt's last token. The end of the
-        prompt of the turn before, after its last whole block, and its answer count, too.
+        `tokens`: those of the conversation's first 0, 1, 2, ... messages. Matches are whole blocks of the
+        engine (16 tokens), and never a prompt's last token. The history has whole blocks of bytes, and at
+        most as many tokens as bytes. The answer to a worker's last prompt counts, too. The last message of a
+        failed request was another one in its repetition.
         """
-        keys, size = self.keys(messages)
-        sent = self.sent.get(worker, set())
-        least = next((place for place, key in enumerate(keys) if key not in sent), len(keys))
-        possible = sent | self.uncertain
-        most = next((place for place, key in enumerate(keys) if key not in possible), len(keys))
-        of_bytes = tokens / size
-        upper = (most + 1) * BLOCK_BYTES * of_bytes + ANSWER_TOKENS
-        assert least * BLOCK_BYTES * of_bytes - 17 <= matched <= upper, worker
+        known = self.sent.get((worker, conversation), 0)
+        possible = max(known + 1 if known else 0, self.uncertain.get(conversation, 1) - 1)
+        return tokens[known] - BLOCK_BYTES - 17, tokens[min(possible, len(tokens) - 1)] + 17
 
 
 async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
@@ -282,7 +269,7 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
         failed_began: list[float] = []
         is_over, done = False, 0
         conversations: list[list[dict[str, str]]] = [[] for _ in range(12)]
-        reference = SentPrompts()
+        reference = SentTurns()
 
         async def converse(number: int) -> None:
             nonlocal done
@@ -298,10 +285,10 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
                     is_good = False
                 done += is_good
                 if is_good:
-                    reference.answered(answer.headers["x-kvroute-worker"], messages)
+                    reference.answered(answer.headers["x-kvroute-worker"], number, len(messages))
                     messages.append(answer.json()["choices"][0]["message"])
                 else:
-                    reference.failed(messages)
+                    reference.failed(number, len(messages))
                     messages.pop()
                     failed_began.append(began)
 
@@ -339,6 +326,7 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
             await asyncio.gather(*(explained(each, c, "prefixaware") for c in conversations))
             for each in running
         ]
+        tokens = [await tokens_of_turns(running[0], conversation) for conversation in conversations]
         maps = [
             await asyncio.gather(*(explained(each, c, "kvaware") for c in conversations)) for each in running
         ]
@@ -349,10 +337,11 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
         "it began after a kill"
     )
     for history in histories:
-        for messages, (tokens, ranking) in zip(conversations, history, strict=True):
+        for number, (_, ranking) in enumerate(history):
             assert max(row["matched_tokens"] for row in ranking.values()) > 0
             for worker, row in ranking.items():
-                reference.assert_agrees(worker, messages, row["matched_tokens"], tokens)
+                least, most = reference.bounds(worker, number, tokens[number])
+                assert least <= row["matched_tokens"] <= most, worker
     for seen in maps:
         assert [{name: row["tiers"]["gpu"] for name, row in ranking.items()} for _, ranking in seen] == cached
 
@@ -364,6 +353,12 @@ async def explained(
     body, header = {"model": MODEL, "messages": messages}, {"x-kvroute-strategy": strategy}
     answer = (await at.client.post("/v1/route/explain", json=body, headers=header)).json()
     return answer["prompt_tokens"], {row["worker"]: row for row in answer["ranking"]}
+
+
+async def tokens_of_turns(at: Gateway, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of the conversation's first 0, 1, 2, ... messages."""
+    turns = [messages[:count] for count in range(1, len(messages) + 1)]
+    return [0] + [tokens for tokens, _ in await asyncio.gather(*(explained(at, t, "kvaware") for t in turns))]
 
 
 async def cached_tokens(workers: Sequence[str], messages: list[dict[str, str]]) -> dict[str, int]:
