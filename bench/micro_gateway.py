@@ -32,8 +32,10 @@ from kvroute.logs import configure
 from kvroute.upstream.connection import UpstreamConnection
 
 ANSWER = (
-    b'{"id":"x","choices":[{"message":{"role":"assistant","content":"%b"}}],"usage":{"prompt_tokens":60}}'
+    b'{"id":"x","choices":[{"message":{"role":"assistant","content":"%b"}}],"usage":{"prompt_tokens":%d,'
+    b'"completion_tokens":9,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
 )
+BLOCK_TOKENS = 16
 LEG_ANSWER = (
     b'{"id":"x","choices":[{"message":{"role":"assistant","content":"a"}}],"usage":{"prompt_tokens":60},'
     b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"e",'
@@ -142,7 +144,8 @@ def request(size: int, seed: int, *, stream: bool = False) -> list[bytes]:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
         b"content-type: application/json\r\nauthorization: Bearer sk-1234\r\nuser-agent: bench/1\r\n"
-        b"content-length: %d\r\n\r\n" % len(body)
+        b"x-session-id: s%d\r\n"
+        b"content-length: %d\r\n\r\n" % (seed, len(body))
     )
     whole = head + body
     return [whole[start : start + 262_144] for start in range(0, len(whole), 262_144)]
@@ -182,7 +185,7 @@ async def measure(lane: bool, case: str, profile: bool, settings: Sequence[str])
     runtime.fleet.apply("bench", specs)
     for worker in runtime.fleet.workers():
         runtime.fleet.update_facts(
-            worker, WorkerFacts(models=frozenset({"m"}), capacity_tokens=10_000_000, block_size=16)
+            worker, WorkerFacts(models=frozenset({"m"}), capacity_tokens=10_000_000, block_size=BLOCK_TOKENS)
         )
         runtime.fleet.mark_healthy(worker, time.monotonic())
     bench = Bench(runtime, uvicorn_config(config, runtime))
@@ -194,7 +197,11 @@ async def measure(lane: bool, case: str, profile: bool, settings: Sequence[str])
             b"0\r\n\r\n",
         ]
     else:
-        body = ANSWER % (b"x" * 200)
+        # As an engine that has computed the same prompt before: all whole blocks are cached, without the last
+        # token.
+        tokens = size // 4
+        cached = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        body = ANSWER % (b"x" * 200, tokens, tokens + 9, cached)
         bench.answer = [_whole(body)]
         if has_roles:
             bench.leg_answer = [_whole(LEG_ANSWER % (b"1000," * (size // 64)))]

@@ -5,6 +5,8 @@
  * A body that asks for a stream gets CHUNKS events of EVENT_BYTES, one write each, GAP_US apart, the first
  * after one gap, then one with `usage`, then [DONE]; any other POST gets a short answer at once. A prompt that
  * another worker will answer gets the `kv_transfer_params` of vLLM's NixlConnector, one block per 64 bytes.
+ * `usage` counts a token per four bytes of the body, and as cached what an engine with room for all would hold:
+ * whole blocks of 16 tokens of a body's beginning that came before, and the answer to it.
  * With -t it also tokenizes (one id per four bytes of the messages), as vLLM does and some routers ask it to. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -18,13 +20,14 @@
 
 #include "http.h"
 
-enum { READ_BYTES = 65536, HEAD_BYTES = 256 };
+enum { READ_BYTES = 65536, HEAD_BYTES = 256, BLOCK_BYTES = 64, BLOCK_TOKENS = 16, SEEN = 1 << 20, /* 64 - 44 bits */ ANSWER_TOKENS = 50 };
 
 typedef struct client {
   int fd, is_gone, is_queued, wants_write;
   buffer in, out;
   size_t head; /* bytes of the request's head, 0 while it is incomplete */
   framing framed;
+  size_t tokens, cached; /* of its last prompt */
   size_t scanned; /* bytes of a chunked body that are parsed, from its request's start */
   int events_left;
   unsigned long due;
@@ -40,6 +43,9 @@ static char *event, *stamp;          /* one streamed event with its framing, and
 static size_t event_size;
 static char answer[1024];
 static size_t answer_size;
+static char *usage_of_answer;  /* where its usage goes */
+static uint64_t seen[SEEN];    /* chained hashes of blocks; a newer one replaces an older one in its place */
+#define USAGE "\"prompt_tokens\":%8zu,\"completion_tokens\":%8d,\"total_tokens\":%8zu,\"prompt_tokens_details\":{\"cached_tokens\":%8zu}}"
 
 static void watch(client *c, int write) {
   struct epoll_event what = {.events = EPOLLIN | (write ? EPOLLOUT : 0), .data.ptr = c};
@@ -123,6 +129,26 @@ static void reply_blocks(client *c, size_t size) {
   free(json);
 }
 
+/* Counts the prompt, and remembers it. */
+static void count(client *c, const char *body, size_t size) {
+  size_t blocks = size / BLOCK_BYTES, held = 0;
+  uint64_t hash = 1;
+  for (size_t i = 0; i < blocks; i++) {
+    for (size_t at = 0; at < BLOCK_BYTES; at += 8) {
+      uint64_t word;
+      memcpy(&word, body + i * BLOCK_BYTES + at, 8);
+      hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
+      hash ^= hash >> 29;
+    }
+    if (held == i && seen[hash >> 44] == hash) held++;
+    seen[hash >> 44] = hash;
+  }
+  size_t most = size / 4 ? (size / 4 - 1) / BLOCK_TOKENS * BLOCK_TOKENS : 0;
+  c->tokens = size / 4;
+  c->cached = held ? held * BLOCK_TOKENS + (ANSWER_TOKENS + BLOCK_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS : 0;
+  if (c->cached > most) c->cached = most;
+}
+
 static void schedule(client *c) {
   c->next = NULL;
   c->is_queued = 1;
@@ -144,7 +170,11 @@ static void post(client *c, const char *head, const char *body, size_t size) {
     reply_blocks(c, size);
     return;
   }
+  count(c, body, size);
   if (!memmem(body, size, "\"stream\":true", 13) && !memmem(body, size, "\"stream\": true", 14)) {
+    char usage[160];
+    int length = snprintf(usage, sizeof usage, USAGE, c->tokens, ANSWER_TOKENS, c->tokens + ANSWER_TOKENS, c->cached);
+    memcpy(usage_of_answer, usage, (size_t)length);
     put(c, answer, answer_size);
     return;
   }
@@ -249,9 +279,8 @@ static void send_event(client *c) {
   char text[640], whole[700];
   int size = snprintf(text, sizeof text,
                       "data: {\"id\":\"w%d\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"%s\",\"choices\":[{"
-                      "\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":100,"
-                      "\"completion_tokens\":%d,\"total_tokens\":%d,\"prompt_tokens_details\":{\"cached_tokens\":0}}}\n\n"
-                      "data: [DONE]\n\n", port, model, chunks, chunks + 100);
+                      "\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":{" USAGE "}\n\ndata: [DONE]\n\n",
+                      port, model, c->tokens, chunks, c->tokens + (size_t)chunks, c->cached);
   int framed = snprintf(whole, sizeof whole, "%x\r\n%s\r\n0\r\n\r\n", (unsigned)size, text);
   put(c, whole, (size_t)framed);
 }
@@ -305,10 +334,10 @@ static void prepare(void) {
   int length = snprintf(body, sizeof body,
                         "{\"id\":\"w%d\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"%s\",\"choices\":[{\"index\":0,"
                         "\"message\":{\"role\":\"assistant\",\"content\":\"%s\"},\"finish_reason\":\"stop\"}],\"usage\":{"
-                        "\"prompt_tokens\":100,\"completion_tokens\":50,\"total_tokens\":150,\"prompt_tokens_details\":{"
-                        "\"cached_tokens\":0}}}", port, model, filler);
+                        USAGE "}", port, model, filler, (size_t)0, 0, (size_t)0, (size_t)0);
   answer_size = (size_t)snprintf(answer, sizeof answer, "HTTP/1.1 200 OK\r\nserver: bench\r\ncontent-type: application/json"
                                                         "\r\ncontent-length: %d\r\n\r\n%s", length, body);
+  usage_of_answer = strstr(answer, "\"prompt_tokens\"");
 }
 
 static int listen_at(void) {

@@ -18,7 +18,7 @@ class Lru(Generic[_K, _V]):
     several threads, only `peek` and `in` may run beside another call.
     """
 
-    __slots__ = ("_entries", "_weigh", "max_weight", "peek", "weight")
+    __slots__ = ("_entries", "_weigh", "mark_used", "max_weight", "peek", "weight")
 
     def __init__(self, max_weight: int, weigh: Callable[[_K, _V], int] | None = None) -> None:
         self.max_weight = max_weight
@@ -28,6 +28,8 @@ class Lru(Generic[_K, _V]):
         self._entries: OrderedDict[_K, _V] = OrderedDict()
         self.peek: Callable[[_K], _V | None] = self._entries.get
         """The value of a key, or None; the entry is not marked as used."""
+        self.mark_used: Callable[[_K], None] = self._entries.move_to_end
+        """Marks an entry as used. Raises KeyError without one."""
 
     def __len__(self) -> int:
         return len(self._entries)

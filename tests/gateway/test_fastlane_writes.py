@@ -51,7 +51,7 @@ class Plane:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
-        self.max_body_bytes, self.reads_headers, self.has_keys, self.seen_client = 1000, False, False, None
+        self.max_body_bytes, self.has_keys, self.seen_client = 1000, False, None
         self.asked: list[Any] = []
         self.admission = self.bodies = self
 

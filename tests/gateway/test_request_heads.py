@@ -155,7 +155,7 @@ def knowing() -> PlainRequests:
 
 
 def fields_of(request: PlainRequest | None) -> tuple[object, ...] | None:
-    return request and (*astuple(request)[:6], request.headers)
+    return request and (*astuple(request)[:6], list(request.headers))
 
 
 KNOWING = knowing()

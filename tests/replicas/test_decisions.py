@@ -34,6 +34,7 @@ from kvroute.replicas.messages import (
 )
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
+from kvroute.routing.sessions import hash_of_session
 from kvroute.routing.strategy import CachePlace, ExactPrompt, NoMap, RouteQuery, Tokens
 
 MODEL = "m"
@@ -128,7 +129,7 @@ def test_the_session_of_a_request_that_has_ended_is_known_to_the_others(clock):
 
     assert [type(message) for message in messages] == [EndedRequests]
     assert messages[0].sessions != b"s"
-    assert receiver.router.sessions.worker(MODEL, "s") == chosen.worker.id
+    assert receiver.router.sessions.worker(hash_of_session(MODEL, "s")) == chosen.worker.id
 
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "roundrobin", "session", "kvaware"])
@@ -162,7 +163,8 @@ def test_loads_and_prefix_trees_of_two_processes_agree(strategy, clock):
     for text in texts:
         assert both[0].explained(text) == both[1].explained(text)
     workers = [
-        [each.router.sessions.worker(MODEL, str(place)) for place in range(len(texts))] for each in both
+        [each.router.sessions.worker(hash_of_session(MODEL, str(place))) for place in range(len(texts))]
+        for each in both
     ]
     assert workers[0] == workers[1]
     assert (None in workers[0]) is (strategy in ("roundrobin", "session"))

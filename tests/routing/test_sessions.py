@@ -10,7 +10,7 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerId
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.sessions import KEEP_SHARE, SessionWorkers
+from kvroute.routing.sessions import KEEP_SHARE, SessionWorkers, hash_of_session
 from kvroute.routing.strategy import RouteQuery, RouteReason
 
 A, B = WorkerId("worker-0"), WorkerId("worker-1")
@@ -36,10 +36,10 @@ def ask(router, rng):
 
     def make(session: str | None = "s", keys=None, fingerprint: int = 1, parent: str | None = None):
         keys = fresh_keys(rng, TOKENS) if keys is None else keys
-        worker = None if session is None else router.sessions.worker(MODEL, session)
+        worker = None if session is None else router.sessions.worker(hash_of_session(MODEL, session))
         from_parent = worker is None and parent is not None
         if from_parent:
-            worker = router.sessions.worker(MODEL, parent)
+            worker = router.sessions.worker(hash_of_session(MODEL, parent))
         prompts = (PromptKeys(keys, TOKENS, 16.0),)
         return RouteQuery(
             *(MODEL, 0.0, prompts, TOKENS, session),
@@ -153,8 +153,8 @@ def test_a_session_follows_its_last_request(router, view, ask):
     send(router, view, ask(), B)
     send(router, view, ask(), A)
 
-    assert router.sessions.worker(MODEL, "s") == A
-    assert router.sessions.worker("another model", "s") is None
+    assert router.sessions.worker(hash_of_session(MODEL, "s")) == A
+    assert router.sessions.worker(hash_of_session("another model", "s")) is None
 
 
 def test_a_session_whose_worker_has_left_goes_anywhere(router, view, ask):
@@ -170,7 +170,7 @@ def test_a_forgotten_session_has_no_worker(router, view, ask):
     send(router, view, ask(), B)
 
     assert router.forget_session("s")
-    assert router.sessions.worker(MODEL, "s") is None
+    assert router.sessions.worker(hash_of_session(MODEL, "s")) is None
     assert not router.forget_session("s")
 
 
@@ -183,21 +183,29 @@ def test_strategies_that_do_not_rank_by_cost_remember_nothing_here(strategy, vie
     assert not len(router.sessions)
 
 
+def workers_of(sessions: SessionWorkers, *keys: str):
+    return [sessions.worker(hash_of_session(MODEL, key)) for key in keys]
+
+
 def test_the_most_recently_used_sessions_are_remembered():
     sessions = SessionWorkers(2)
     for session in ("first", "second", "first", "third"):
-        sessions.sent(MODEL, session, A)
+        sessions.sent(MODEL, hash_of_session(MODEL, session), A)
 
-    assert [sessions.worker(MODEL, each) for each in ("first", "second", "third")] == [A, None, A]
+    assert [sessions.worker(hash_of_session(MODEL, each)) for each in ("first", "second", "third")] == [
+        A,
+        None,
+        A,
+    ]
 
 
 def test_a_joining_process_adopts_the_sessions_that_it_has_not_seen():
     source, joined = SessionWorkers(10), SessionWorkers(10)
     for session in ("1", "2", "3"):
-        source.sent(MODEL, session, A)
-    joined.sent(MODEL, "3", B)
+        source.sent(MODEL, hash_of_session(MODEL, session), A)
+    joined.sent(MODEL, hash_of_session(MODEL, "3"), B)
 
     joined.adopt(*source.latest(2))
 
-    assert [joined.worker(MODEL, session) for session in ("1", "2", "3")] == [None, A, B]
+    assert workers_of(joined, "1", "2", "3") == [None, A, B]
     assert joined.forget("2")

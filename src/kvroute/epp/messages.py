@@ -13,7 +13,7 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 
-from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.headers import HeaderList, header
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Request header and key of the metadata: the addresses that the request is for."""
@@ -43,7 +43,7 @@ class Head(NamedTuple):
     """The head of a request or an answer, without pseudo-headers."""
 
     pseudo: Mapping[str, bytes]
-    headers: Headers
+    headers: HeaderList
 
     @property
     def status(self) -> int:
@@ -53,7 +53,7 @@ class Head(NamedTuple):
 
 def read_head(message: Any) -> Head:
     """Read `HttpHeaders`. Names are lower-case, as in HTTP/2."""
-    pseudo, headers = dict[str, bytes](), Headers()
+    pseudo, headers = dict[str, bytes](), HeaderList()
     for each in message.headers.headers:
         value = each.raw_value or each.value.encode()
         if each.key.startswith(":"):
@@ -65,7 +65,7 @@ def read_head(message: Any) -> Head:
     return Head(pseudo, headers)
 
 
-def picked(destination: str, headers: Headers, removed: Sequence[str], decision: Mapping[str, str]) -> Any:
+def picked(destination: str, headers: HeaderList, removed: Sequence[str], decision: Mapping[str, str]) -> Any:
     """The deferred answer to the request's head: where it goes, with these headers for the worker.
 
     `decision` becomes metadata, from which Envoy can make headers of the answer.
@@ -82,7 +82,7 @@ def picked(destination: str, headers: Headers, removed: Sequence[str], decision:
     )
 
 
-def _header_mutation(headers: Headers) -> Any:
+def _header_mutation(headers: HeaderList) -> Any:
     """Set these headers, and replace earlier values."""
     return pb.HeaderMutation(
         set_headers=[
@@ -108,7 +108,7 @@ def _pieces(body: bytes, *, is_last: bool) -> Iterator[Any]:
         )
 
 
-def refused(status: int, headers: Headers, body: bytes) -> Any:
+def refused(status: int, headers: HeaderList, body: bytes) -> Any:
     """The picker's own answer. Envoy writes Content-Length itself."""
     headers = [pair for pair in headers if pair[0] != b"content-length"]
     return pb.ProcessingResponse(
@@ -138,7 +138,7 @@ def request_head() -> Any:
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse())
 
 
-def response_head(headers: Headers) -> Any:
+def response_head(headers: HeaderList) -> Any:
     """Let the answer's head pass, with these headers."""
     response = pb.CommonResponse(header_mutation=_header_mutation(headers))
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=response))

@@ -21,8 +21,9 @@ from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.worker import Worker
 from kvroute.gateway.asgi import relay_body, stored_plan
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs
+from kvroute.gateway.downstream import Downstream, InFlightRequest, field_pairs
 from kvroute.gateway.exchange import CLIENT_LEFT
+from kvroute.gateway.headers import HeaderList
 from kvroute.gateway.journal import Record, trace_id_in
 from kvroute.gateway.planner import RequestPlan, has_rank
 from kvroute.gateway.sagemaker import ADAPTER
@@ -49,8 +50,8 @@ class Pick(NamedTuple):
 
     destination: str
     """`ip:port`, and the fallbacks behind commas."""
-    headers: Headers
-    """Headers that the worker gets; they replace the client's."""
+    headers: HeaderList
+    """HeaderList that the worker gets; they replace the client's."""
     body: bytes
     request: PickedRequest
 
@@ -59,7 +60,7 @@ class OwnAnswer(NamedTuple):
     """The answer of the picker itself."""
 
     status: int
-    headers: Headers
+    headers: HeaderList
     body: bytes
 
 
@@ -76,7 +77,7 @@ class PickAnswer:
         self._endpoints = endpoints
         self._subset = subset
         self._fallbacks = fallbacks
-        self._head: tuple[int, Headers] = (500, [])
+        self._head: tuple[int, HeaderList] = (500, [])
         self._parts: list[bytes] = []
         self.outcome: asyncio.Future[Pick | OwnAnswer | None] = asyncio.get_running_loop().create_future()
         self.on_cut: Callable[[], object] | None = None
@@ -112,7 +113,7 @@ class PickAnswer:
         """The request goes to a worker."""
         self._set(pick)
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: HeaderList) -> None:
         self._head = status, headers
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:
@@ -378,7 +379,7 @@ class PickedRequest:
             "hit-tokens": str(first.matched_tokens),
         }
 
-    def answered(self, head: AnswerHead) -> Headers:
+    def answered(self, head: AnswerHead) -> HeaderList:
         """Envoy has the head of the answer. Returns the headers that the answer gets."""
         if self.is_over or self.has_answer:
             return []
@@ -508,7 +509,9 @@ class PickerPlane(DataPlane):
         )
         return request
 
-    def _headers(self, plan: RequestPlan, places: Sequence[Place], record: Record, fields: bytes) -> Headers:
+    def _headers(
+        self, plan: RequestPlan, places: Sequence[Place], record: Record, fields: bytes
+    ) -> HeaderList:
         """The headers that the worker gets instead of the client's."""
         headers = field_pairs(self.added_fields)
         if record.trace is not None:
@@ -524,7 +527,7 @@ class PickerPlane(DataPlane):
         endpoint: Endpoint,
         body: bytes,
         target: bytes,
-        headers: Headers,
+        headers: HeaderList,
         record: Record,
         client: PickAnswer,
     ) -> InFlightRequest:
@@ -539,7 +542,7 @@ class PickerPlane(DataPlane):
         method: bytes,
         body: bytes,
         target: bytes,
-        headers: Headers,
+        headers: HeaderList,
         record: Record,
         client: PickAnswer,
     ) -> InFlightRequest:
@@ -548,7 +551,7 @@ class PickerPlane(DataPlane):
         plan = await stored_plan(self, response_id, method, body, target, headers, record)
         return self.start(plan, self._read_fields(headers), record, client)
 
-    def _read_fields(self, headers: Headers) -> bytes:
+    def _read_fields(self, headers: HeaderList) -> bytes:
         """The header lines that the picker itself reads; Envoy relays all of them."""
         names = {b"traceparent", _RANK} - self.hidden_fields
         lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in names]

@@ -38,7 +38,8 @@ from kvroute.epp.picker import OwnAnswer, Pick, PickAnswer, PickedRequest, Picke
 from kvroute.errors import BodyTooLarge, ConfigError, GatewayError, InvalidRequest, NotFound
 from kvroute.gateway.application import may_mislead
 from kvroute.gateway.asgi import Application, Message
-from kvroute.gateway.downstream import Headers, InFlightRequest, header
+from kvroute.gateway.downstream import InFlightRequest
+from kvroute.gateway.headers import HeaderList, header
 from kvroute.gateway.journal import Record
 from kvroute.openai.endpoints import ENDPOINTS, ErrorShape
 from kvroute.secret_files import writers_problem
@@ -165,7 +166,7 @@ class ExternalProcessor:
         # A stream without a known request: the picker answered it itself, or another picker picked it.
         return "unknown" if request is None else "ended"
 
-    async def control(self, method: bytes, path: bytes, query: bytes, headers: Headers) -> OwnAnswer:
+    async def control(self, method: bytes, path: bytes, query: bytes, headers: HeaderList) -> OwnAnswer:
         """The gateway's own answer to a request for models or health."""
         sent: list[Message] = []
         scope: dict[str, Any] = {
@@ -239,7 +240,7 @@ class RequestStream:
             return "left"
         return await self._answer(head, body, has_trailers, subset, record)
 
-    async def _body(self, headers: Headers) -> tuple[bytes, bool]:
+    async def _body(self, headers: HeaderList) -> tuple[bytes, bool]:
         """The whole body, and whether trailers followed it. Raises BodyTooLarge, and EOFError if the client
         leaves."""
         limit, parts, size = self._plane.max_body_bytes, list[bytes](), 0
@@ -344,7 +345,7 @@ class RequestStream:
         """Send the pick, and with one filter follow the request to its end."""
         plane, request, processor = self._plane, pick.request, self._processor
         removed = [name.decode("latin-1") for name in plane.hidden_fields]
-        added: Headers = []
+        added: HeaderList = []
         pick_id = b""
         if self._is_watched:
             pick_id = processor.expect(request)

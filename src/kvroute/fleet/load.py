@@ -391,7 +391,12 @@ class Reservation(Struct, eq=False):
             stay = now - self._start
             before = load.residence_s
             load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
-        self._release(now)
+        # `_release` inlined: every request ends here.
+        lease, listener = self.lease, self.listener
+        if lease is not None:
+            lease.release()
+        if listener is not None:
+            listener.finish(now)
 
     def abandon(self, now: float) -> None:
         """Return the reserved load of a request that the worker has refused: it counts in no average."""

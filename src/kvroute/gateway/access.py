@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable
 
 from kvroute.errors import GatewayOverloaded, ShuttingDown, TooManyRequests, Unauthorized
 from kvroute.gateway.client_keys import KeyRing, KnownClient
-from kvroute.gateway.downstream import Headers, InFlightRequest, header
+from kvroute.gateway.downstream import InFlightRequest
+from kvroute.gateway.headers import Headers, header
 from kvroute.metrics import Metrics
 
 

@@ -27,7 +27,7 @@ from kvroute.errors import (
 )
 from kvroute.gateway.access import AdminKeys, bearer
 from kvroute.gateway.asgi import Scope
-from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.key_guesses import KeyGuesses
 from kvroute.metrics import Metrics
 

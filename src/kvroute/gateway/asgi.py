@@ -13,7 +13,8 @@ from typing import Any
 
 from kvroute.errors import BodyTooLarge, GatewayError, InvalidRequest, KvrouteError
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, field_pairs, header
+from kvroute.gateway.downstream import Downstream, InFlightRequest, field_pairs
+from kvroute.gateway.headers import HeaderList, header
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import RequestPlan, check_response_id
 from kvroute.openai.endpoints import Endpoint, ErrorShape
@@ -76,7 +77,7 @@ def disconnect_signal_of(scope: Scope) -> DisconnectSignal | None:
     return extensions.get(DISCONNECT_SIGNAL) if extensions else None
 
 
-async def read_body(receive: Receive, headers: Headers, limit_bytes: int) -> bytes:
+async def read_body(receive: Receive, headers: HeaderList, limit_bytes: int) -> bytes:
     """Read the whole request body.
 
     Raises BodyTooLarge as soon as the body exceeds the limit (a declared Content-Length is checked before any
@@ -125,7 +126,7 @@ class AsgiAnswer:
     def is_paused(self) -> bool:
         return self._held_bytes > self._limit
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: HeaderList) -> None:
         self._head = {"type": "http.response.start", "status": status, "headers": headers}
         self._wake()
 
@@ -197,7 +198,7 @@ async def relay_body(
     endpoint: Endpoint,
     body: bytes,
     target: bytes,
-    headers: Headers,
+    headers: HeaderList,
     fields: bytes,
     record: Record,
     client: Downstream,
@@ -217,7 +218,7 @@ async def stored_plan(
     method: bytes,
     body: bytes,
     target: bytes,
-    headers: Headers,
+    headers: HeaderList,
     record: Record,
 ) -> RequestPlan:
     """Plan an admitted request for a stored response. Raises GatewayError."""
@@ -241,7 +242,7 @@ class InferenceEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane, endpoint = self._plane, self._endpoint
-        headers: Headers = scope["headers"]
+        headers: HeaderList = scope["headers"]
         record = plane.new_record(header(headers, b"x-request-id"), endpoint.path)
         answer = AsgiAnswer(plane.held_bytes, takes_fields=disconnect_signal_of(scope) is not None)
         try:
@@ -273,7 +274,7 @@ class StoredResponseEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plane = self._plane
-        headers: Headers = scope["headers"]
+        headers: HeaderList = scope["headers"]
         record = plane.new_record(header(headers, b"x-request-id"), "/v1/responses/{id}")
         answer = AsgiAnswer(plane.held_bytes, takes_fields=disconnect_signal_of(scope) is not None)
         try:
@@ -304,14 +305,14 @@ def _target(scope: Scope, path: bytes) -> bytes:
     return path + b"?" + query if query else path
 
 
-def _relayed_fields(plane: DataPlane, headers: Headers) -> bytes:
+def _relayed_fields(plane: DataPlane, headers: HeaderList) -> bytes:
     try:
         return relayed_fields(headers, without=plane.hidden_fields, added=plane.added_fields)
     except ValueError as error:  # a header that would let one request look like two
         raise InvalidRequest(f"The request cannot be forwarded: {error}.") from error
 
 
-def _traceparent(headers: Headers) -> bytes:
+def _traceparent(headers: HeaderList) -> bytes:
     return b"traceparent: %b\r\n" % header(headers, b"traceparent")
 
 

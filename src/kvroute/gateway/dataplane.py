@@ -29,10 +29,11 @@ from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
-from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, header
+from kvroute.gateway.downstream import Downstream, InFlightRequest
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
 from kvroute.gateway.handover import exchange_with_roles
+from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.journal import Record
 from kvroute.gateway.metering import Meter, Pace
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
@@ -218,9 +219,6 @@ class DataPlane:
         self.has_keys = not keys.is_open
         self.seen_client = None if keys.ring is None else keys.ring.seen
         """Finds the client of a value of Authorization without reading other headers."""
-        self.reads_headers = planner.may_need_headers or queue is not None
-        """Whether the gateway itself reads headers of JSON requests besides those with a key, or only relays
-        them."""
         self._keys = keys if keys.ring is not None else None
         """Only with named keys."""
         self._isolates_tenants = planner.isolates_tenants
@@ -238,7 +236,6 @@ class DataPlane:
     ) -> None:
         """Change these limits for further requests. Each model's strategy is looked up again."""
         self.planner.forget_strategies()
-        self.reads_headers = self.planner.may_need_headers or self.queue is not None
         self.max_body_bytes = max_body_bytes
         self.held_bytes = held_bytes
         self.admission.set_max_in_flight(max_in_flight)

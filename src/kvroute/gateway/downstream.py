@@ -8,18 +8,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
-Headers = list[tuple[bytes, bytes]]
+from kvroute.gateway.headers import HeaderList
 
 field_pairs = re.compile(rb"([^:]*): ([^\r]*)\r\n").findall
 """Name and value of each header line. A name has no colon, a value no line break."""
-
-
-def header(headers: Headers, name: bytes) -> bytes:
-    """The first value of a header, b"" if it is absent. The server makes names lower-case."""
-    for key, value in headers:
-        if key == name:
-            return value
-    return b""
 
 
 class Downstream(Protocol):
@@ -36,7 +28,7 @@ class Downstream(Protocol):
         """The client reads slowly: read no more from the worker for now."""
         ...
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: HeaderList) -> None:
         """The head. Names are lower-case; `headers` has no hop-by-hop headers."""
         ...
 
@@ -95,7 +87,7 @@ class Forwarding(Struct, eq=False):
     def is_paused(self) -> bool:
         return self._client.is_paused
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: HeaderList) -> None:
         self._client.start(status, headers)
 
     def start_relayed(self, status: int, fields: bytes, *, is_sized: bool) -> None:

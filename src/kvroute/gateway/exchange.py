@@ -28,8 +28,9 @@ from kvroute.errors import (
 from kvroute.fleet.worker import Worker
 from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import AttemptDeps, Attempts
-from kvroute.gateway.downstream import Downstream, header
+from kvroute.gateway.downstream import Downstream
 from kvroute.gateway.failures import InternalError, error_event, refuse
+from kvroute.gateway.headers import header
 from kvroute.gateway.journal import Journal, Record, Usage
 from kvroute.gateway.planner import RequestPlan, ResponseOwners, response_id_in
 from kvroute.gateway.streams import (
@@ -57,6 +58,7 @@ from kvroute.upstream.response import UpstreamResponse, unframed
 log = logging.getLogger(__name__)
 
 _AUDIT = "audit"
+_NO_TIER, _GPU = Tokens(0).tier(), Tokens(1).tier()
 
 
 class Feedback(Protocol):
@@ -110,7 +112,7 @@ class PredictionAudit:
         if reports is not None and usage.completion_tokens and len(prompts) == 1 and prompts[0].keys:
             # Several choices are several answers, and no usage tells their lengths apart; the next turn has
             # one of them, so the sum is too much. The audit and the discount notice.
-            unit = worker.unit_of(None if held is None else held.rank)
+            unit = worker.index if held is None else worker.unit_of(held.rank)
             reports.answers.add(unit, prompts[0].keys[-1], usage.prompt_tokens, usage.completion_tokens)
         if feedback is None and usage.cached_tokens is None:
             return
@@ -126,22 +128,24 @@ class PredictionAudit:
         if cached_tokens is None or len(query.prompts) != 1:
             return
         strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
-        judged = held is not None and held.mapped and not held.why
-        if (
-            feedback is not None
-            and held is not None
-            and judged
-            and held.slot is not None
-            and feedback.judged(held.slot, held.tokens, cached_tokens)
-        ):
-            log.info("worker %s: its reports show another rule for the last unit of hits", worker_id)
-            self.audit.forget(worker_id)
-        if reports is not None and tokens:
-            is_mapped = held is not None and held.mapped
-            reports.discounts.reported(worker.index, is_mapped, tokens, cached_tokens, worker.block_size)
-        tier = (Tokens(tokens) if held is None else held.tokens).tier()
+        block_tokens = worker.block_size
+        if held is None:
+            is_mapped, judged, tier = False, False, _GPU if tokens else _NO_TIER
+        else:
+            is_mapped, tier = held.mapped, held.tokens.tier()
+            judged = is_mapped and not held.why
+            if (
+                judged
+                and feedback is not None
+                and held.slot is not None
+                and feedback.judged(held.slot, held.tokens, cached_tokens)
+            ):
+                log.info("worker %s: its reports show another rule for the last unit of hits", worker_id)
+                self.audit.forget(worker_id)
+        if tokens and reports is not None:
+            reports.discounts.reported(worker.index, is_mapped, tokens, cached_tokens, block_tokens)
         outcome, is_wrong = self.audit.reported(
-            Prediction(strategy, worker_id, rank, tier, tokens, worker.block_size, judged), cached_tokens
+            Prediction(strategy, worker_id, rank, tier, tokens, block_tokens, judged), cached_tokens
         )
         self._metrics.predicted(strategy, worker_id, tier, outcome, abs(tokens - cached_tokens))
         if is_wrong and feedback is not None:
@@ -220,8 +224,11 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 def usage_in(before_last: bytes, last: bytes) -> Usage | None:
     """The usage in the last two chunks of an answer; None if there is none. A few us, once per answer."""
     if not before_last and len(last) <= _SMALL_BYTES and last.startswith(b"{"):
-        usage = usage_of_whole(last)
-        if usage is not None:
+        try:
+            whole = _decode_answer(last).usage
+        except UNREADABLE:
+            whole = None
+        if whole is not None and (usage := usage_of(whole)) is not None:
             return usage
     tail = (before_last + last if len(last) < _TAIL_BYTES else last)[-_TAIL_BYTES:]
     start = tail.rfind(b'"usage"')

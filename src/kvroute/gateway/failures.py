@@ -6,7 +6,8 @@ import json
 from typing import Final
 
 from kvroute.errors import GatewayError, ModelNotFound
-from kvroute.gateway.downstream import Downstream, Headers
+from kvroute.gateway.downstream import Downstream
+from kvroute.gateway.headers import HeaderList
 from kvroute.gateway.journal import Record
 from kvroute.metrics import OTHER, Metrics
 from kvroute.openai.endpoints import ErrorShape
@@ -64,13 +65,13 @@ def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
 def answer_error(
     client: Downstream,
     error: GatewayError,
-    added: Headers | None = None,
+    added: HeaderList | None = None,
     shape: ErrorShape = ErrorShape.OPENAI,
     trace_id: str = "",
 ) -> None:
     """Answer a request with `error`; nothing may have been sent for it yet."""
     body = error_body(error, shape, trace_id)
-    headers: Headers = [
+    headers: HeaderList = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         *(added or ()),
@@ -92,7 +93,7 @@ def refuse(
     record.status = error.status
     record.error = record.error or error.error_code or error.type
     metrics.rejected.labels(error.error_code or error.type).inc()
-    added: Headers = [(b"x-request-id", record.request_id)]
+    added: HeaderList = [(b"x-request-id", record.request_id)]
     if record.trace_id:
         added.append((b"x-kvroute-trace-id", record.trace_id.encode()))
     answer_error(client, error, added, shape, record.trace_id)

@@ -19,10 +19,10 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from kvroute.errors import GatewayError
-from kvroute.gateway.client_keys import KnownClient
 from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Headers, InFlightRequest
+from kvroute.gateway.downstream import InFlightRequest
 from kvroute.gateway.edge import ClientBounds, EdgeProtocol
+from kvroute.gateway.headers import HeaderList, header
 from kvroute.gateway.journal import Record
 from kvroute.gateway.request_heads import PlainRequest, PlainRequests
 from kvroute.openai.bounded import STEPWISE_BYTES
@@ -31,8 +31,6 @@ from kvroute.upstream.connection import Deadline
 
 _JOIN_BYTES = 65_536  # for larger chunks, joining head and chunk costs more than two writes
 _WITHOUT_BODY = (204, 304)
-_NO_HEADERS: Headers = []
-"""Passed on if the gateway itself reads no headers (`DataPlane.reads_headers`)."""
 
 
 class _Lane(Enum):
@@ -233,17 +231,12 @@ class FastLaneProtocol(EdgeProtocol):
         body_at = request.body_at
         missing = body_at + request.body_bytes - len(data)
         client = None
-        if plane.has_keys:
-            if plane.seen_client is not None:
-                client = plane.seen_client(request.authorization)
-            headers = self._headers(request, client)
-        else:
-            is_read = plane.reads_headers or request.endpoint.is_sagemaker
-            headers = request.headers if is_read else _NO_HEADERS
+        if plane.seen_client is not None:
+            client = plane.seen_client(header(request.headers, b"authorization"))
         # Pipelined requests go to uvicorn, and requests to refuse as well: the ASGI path writes the errors.
         if missing < 0 or request.body_bytes > plane.max_body_bytes:
             return False
-        if not plane.admission.admits(headers, client):
+        if not plane.admission.admits(request.headers, client):
             return False
         record = plane.new_record(request.request_id, request.endpoint.path)
         if client is not None:
@@ -260,14 +253,8 @@ class FastLaneProtocol(EdgeProtocol):
             self._missing_bytes = missing
             self._wait_in(self.bounds.body)
         else:
-            self._start_exchange(request, headers, record, data[body_at:])
+            self._start_exchange(request, record, data[body_at:])
         return True
-
-    def _headers(self, request: PlainRequest, client: KnownClient | None) -> Headers:
-        """The request's headers, if the gateway itself reads them."""
-        plane = self._plane
-        is_read = plane.reads_headers or (client is None and plane.has_keys) or request.endpoint.is_sagemaker
-        return request.headers if is_read else _NO_HEADERS
 
     def _is_uvicorns_turn(self) -> bool:
         """Whether uvicorn has a request on this connection, or the client may no longer send HTTP."""
@@ -298,8 +285,7 @@ class FastLaneProtocol(EdgeProtocol):
         segments[0] = segments[0][request.body_at :]
         body = b"".join(segments)
         segments.clear()  # so that a large body is not in memory twice while it is read
-        headers = self._headers(request, record.client)
-        self._start_exchange(request, headers, record, body)
+        self._start_exchange(request, record, body)
 
     def _refuse(self, error: GatewayError, unread: bytes = b"") -> None:
         record, request = self._record, self._request
@@ -313,8 +299,8 @@ class FastLaneProtocol(EdgeProtocol):
     def _body_bytes_so_far(self) -> int:
         return -self._missing_bytes if self._lane is _COLLECTING else super()._body_bytes_so_far()
 
-    def _start_exchange(self, request: PlainRequest, headers: Headers, record: Record, body: bytes) -> None:
-        plane, endpoint = self._plane, request.endpoint
+    def _start_exchange(self, request: PlainRequest, record: Record, body: bytes) -> None:
+        plane, endpoint, headers = self._plane, request.endpoint, request.headers
         self._lane = _BUSY
         exchange: InFlightRequest
         try:
@@ -341,7 +327,7 @@ class FastLaneProtocol(EdgeProtocol):
     def is_paused(self) -> bool:
         return self.flow.write_paused
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: HeaderList) -> None:
         is_sized = any(name == b"content-length" for name, _ in headers)
         self.start_relayed(status, b"".join([b"%b: %b\r\n" % pair for pair in headers]), is_sized=is_sized)
 

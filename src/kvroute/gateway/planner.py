@@ -19,7 +19,7 @@ from kvroute.blocks.keys import BLOCK_BYTES, BYTES_PER_TOKEN, CacheSpace, Prompt
 from kvroute.errors import InvalidRequest, NoRoutableWorker, TenantNotIsolated
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import FleetView, Worker, WorkerId, release_shown
-from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.preparation import Adapter, KeySpaces, Prepared
 from kvroute.gateway.session_keys import SessionId, SessionKeys
 from kvroute.lru import Lru
@@ -29,6 +29,7 @@ from kvroute.openai.prompt import AnyPrompt, Prompt
 from kvroute.openai.request import InferenceRequest, cache_salt_of, may_direct_engine, prompts_of
 from kvroute.openai.rewriting import check_uses_no_key_space, salted_since, with_model
 from kvroute.routing.router import Router
+from kvroute.routing.sessions import hash_of_session
 from kvroute.routing.strategy import (
     Candidate,
     CostTerms,
@@ -141,13 +142,6 @@ class Planner:
         self.hands_over = True
         """Whether prompts may be computed by another worker than their answers (`prefill_decode`)."""
 
-    @property
-    def may_need_headers(self) -> bool:
-        """Whether `plan` may read the headers of requests, with the strategies of now."""
-        return self._allow_strategy_header or any(
-            self._router.may_need(needs) for needs in Needs if needs is not _NOTHING
-        )
-
     def set_session_keys(self, session_keys: SessionKeys) -> None:
         """Read session keys from these sources from now on."""
         self._session_keys = session_keys
@@ -219,7 +213,7 @@ class Planner:
                 session = _of_tenant(request.tenant, session)
         endpoint = request.endpoint
         reads_prompt = needs is _PROMPT or needs is _TOKENS or has_roles
-        if reads_prompt and endpoint.is_pooling and not view.caches_prefixes:
+        if reads_prompt and not view.caches_prefixes and endpoint.is_pooling:
             reads_prompt = False  # such an engine keeps no KV between its steps: only load counts
         prompts = prompts_of(request) if reads_prompt else ()
         if is_isolated:
@@ -380,11 +374,13 @@ class Planner:
             fingerprint = xxh3_64_intdigest(request.body)
         inexact = "" if exact or prepared is None else prepared.why_not or "unreadable"
         model, key, parent, session_worker, from_parent = space.model, None, None, None, False
+        session_hash = 0
         if session is not None:
-            key, parent = session
-            session_worker = self._router.sessions.worker(model, key)
+            key, parent, sessions = session.key, session.parent, self._router.sessions
+            session_hash = hash_of_session(model, key)
+            session_worker = sessions.worker(session_hash)
             if session_worker is None and parent is not None:
-                session_worker = self._router.sessions.worker(model, parent)
+                session_worker = sessions.worker(hash_of_session(model, parent))
                 from_parent = session_worker is not None
         return RouteQuery(
             model,
@@ -403,6 +399,7 @@ class Planner:
             takes_rank,
             rank,
             from_parent,
+            session_hash,
         )
 
 
@@ -459,8 +456,8 @@ def tenant_session(tenant: str, session: str) -> str:
 
 
 def _of_tenant(tenant: str, session: SessionId) -> SessionId:
-    key, parent = session
-    return SessionId(tenant_session(tenant, key), None if parent is None else tenant_session(tenant, parent))
+    parent = None if session.parent is None else tenant_session(tenant, session.parent)
+    return SessionId(tenant_session(tenant, session.key), parent)
 
 
 def _fingerprint(prompt: AnyPrompt, prompt_keys: PromptKeys, seed: int) -> int:

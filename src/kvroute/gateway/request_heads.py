@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvroute.gateway.downstream import Headers, header
 from kvroute.gateway.edge import HOST
+from kvroute.gateway.headers import HeaderPlaces, Headers, KnownHeaders
 from kvroute.openai.endpoints import BodyKind, Endpoint
 from kvroute.upstream.headers import HOP_BY_HOP, NOT_RELAYED
 from kvroute.upstream.response import FIELD, VALUE
@@ -30,7 +30,6 @@ _MAX_LINES = 64
 _MAX_LEARNED_HEAD_BYTES = 2048
 _LENGTH_NAME = b"content-length"
 _ID_NAME = b"x-request-id"
-_AUTHORIZATION = b"authorization"
 
 
 class Line(NamedTuple):
@@ -58,45 +57,27 @@ class PlainRequest(Struct, eq=False, gc=False):
     body_at: int
     """Where the body begins in the bytes that were read."""
     body_bytes: int
+    headers: Headers
+    """All headers except Content-Length."""
     shape: HeadShape | None = None
     """The known shape of the head, if it has one."""
-    _values: tuple[bytes, ...] = ()
-    _headers: Headers | None = None
-
-    @property
-    def headers(self) -> Headers:
-        """All headers except Content-Length."""
-        if self._headers is None:
-            assert self.shape is not None
-            self._headers = self.shape.headers(self._values)
-        return self._headers
-
-    @property
-    def authorization(self) -> bytes:
-        """The value of Authorization, b"" if absent. Costs less than `headers`."""
-        if self._headers is None and self.shape is not None:
-            return self.shape.authorization(self._values)
-        return header(self.headers, b"authorization")
 
 
 class HeadShape:
     """A set of heads that differ only in the values of some lines. Immutable."""
 
     __slots__ = (
-        "_authorization",
-        "_authorization_place",
         "_before",
         "_before_bytes",
         "_endpoint",
         "_fields",
-        "_headers",
         "_id",
         "_id_place",
         "_length_place",
         "_max_bytes",
+        "_places",
         "_rest",
         "_target",
-        "_varying",
     )
 
     def __init__(
@@ -112,45 +93,42 @@ class HeadShape:
         self._endpoint = endpoint
         self._target = endpoint.path.encode()
         self._max_bytes = max_bytes
-        self._headers: Headers = []
-        self._varying: list[tuple[int, bytes] | None] = []
-        """For each varying line its index in `_headers` and its name; None for Content-Length."""
+        constant: dict[bytes, bytes] = {}
+        names: list[bytes | None] = []
+        """Of the varying lines; None for Content-Length."""
         self._id, self._id_place = b"", -1
-        self._authorization, self._authorization_place = b"", -1
         fixed, fields, text = [first + b"\r\n"], list[bytes](), b""
         for place, line in enumerate(lines):
             if place not in varying:
                 fields.append(_escape_percent(line.relayed))
                 text += line.before + line.value + b"\r\n"
-                self._headers.append((line.name, line.value))
+                constant[line.name] = line.value
                 if line.name == _ID_NAME:
                     self._id = line.value
-                elif line.name == _AUTHORIZATION:
-                    self._authorization = line.value
                 continue
             fixed[-1] += text + line.before
             text = b"\r\n"
             fixed.append(b"")
             if line.name == _LENGTH_NAME:
-                self._length_place = len(self._varying)
-                self._varying.append(None)
+                self._length_place = len(names)
+                names.append(None)
                 fields.append(b"%.0b")  # not relayed: a format that prints nothing
                 continue
             if line.name == _ID_NAME:
-                self._id_place = len(self._varying)
-            elif line.name == _AUTHORIZATION:
-                self._authorization_place = len(self._varying)
-            self._varying.append((len(self._headers), line.name))
-            self._headers.append((line.name, b""))
+                self._id_place = len(names)
+            names.append(line.name)
             fields.append(_escape_percent(line.name + b": ") + b"%b\r\n" if line.relayed else b"%.0b")
         fixed[-1] += text + b"\r\n"
         before, *between = fixed
         self._before = before
         self._before_bytes = len(before)
-        groups = [b"(%b)" % _pattern(place) for place in self._varying]
+        groups = [b"(%b)" % _pattern(name) for name in names]
         pairs = zip(groups, between, strict=True)
         self._rest = re.compile(b"".join([group + re.escape(after) for group, after in pairs])).match
         self._fields = b"".join(fields) + _escape_percent(added)
+        self._places = HeaderPlaces(
+            (line.name for line in lines if line.name != _LENGTH_NAME), constant, names
+        )
 
     def read(self, data: bytes) -> PlainRequest | None:
         """The head at the start of `data`; None if it has another shape."""
@@ -168,23 +146,9 @@ class HeadShape:
             self._id if place < 0 else values[place],
             match.end(),
             int(values[self._length_place]),
+            KnownHeaders(self._places, values),
             self,
-            values,
         )
-
-    def authorization(self, values: tuple[bytes, ...]) -> bytes:
-        """The value of Authorization, b"" if absent."""
-        place = self._authorization_place
-        return self._authorization if place < 0 else values[place]
-
-    def headers(self, values: tuple[bytes, ...]) -> Headers:
-        """All headers except Content-Length; `values` are those of the varying lines."""
-        headers = self._headers.copy()
-        for place, value in zip(self._varying, values, strict=True):
-            if place is not None:
-                at, name = place
-                headers[at] = (name, value)
-        return headers
 
 
 class _HeadShapeStats(Struct):
@@ -242,11 +206,11 @@ class HeadShapeCache:
         return stats.shape
 
 
-def _pattern(place: tuple[int, bytes] | None) -> bytes:
+def _pattern(name: bytes | None) -> bytes:
     """The pattern for the value of a varying line."""
-    if place is None:
+    if name is None:
         return LENGTH
-    return HOST if place[1] == b"host" else VALUE
+    return HOST if name == b"host" else VALUE
 
 
 def _escape_percent(text: bytes) -> bytes:
@@ -326,8 +290,8 @@ class PlainRequests:
             found.get(b"x-request-id", b""),
             end + 4,
             int(length),
+            list(found.items()),
             self._shapes.learn(row[0], first, lines, end + 4),
-            _headers=list(found.items()),
         )
 
     def _parse_line(self, text: bytes) -> Line | None:

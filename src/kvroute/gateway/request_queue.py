@@ -16,7 +16,8 @@ from kvroute.errors import GatewayError, InvalidRequest, QueueFull, QueueTimeout
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.load import ReservationListener
 from kvroute.fleet.worker import Worker, WorkerFacts
-from kvroute.gateway.downstream import Headers, InFlightRequest, header
+from kvroute.gateway.downstream import InFlightRequest
+from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.preparation import DelayedExchange
 from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.metrics import Metrics

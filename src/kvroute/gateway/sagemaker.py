@@ -23,7 +23,8 @@ from msgspec import Raw
 from kvroute.errors import InvalidRequest, ModelNotFound, NotFound
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId
-from kvroute.gateway.downstream import Downstream, Forwarding, Headers, header
+from kvroute.gateway.downstream import Downstream, Forwarding
+from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import ResponseOwners
 from kvroute.openai.bounded import UNREADABLE

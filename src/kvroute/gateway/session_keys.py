@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from kvroute.errors import ConfigError, InvalidRequest
-from kvroute.gateway.downstream import Headers, header
+from kvroute.gateway.headers import FirstHeader, Headers, header
 from kvroute.openai.bounded import SESSION_MEMBERS
 from kvroute.openai.request import InferenceRequest
 
@@ -21,7 +21,7 @@ _PARENT: Final = b"x-dynamo-parent-session-id"
 _MAX_KEY_BYTES: Final = 4_096
 
 
-class SessionId(NamedTuple):
+class SessionId(msgspec.Struct, frozen=True, gc=False):
     """The session of a request."""
 
     key: str
@@ -36,18 +36,19 @@ class _Source(Protocol):
 
 
 class _Headers:
-    """Successive sources that are headers. Their names are looked up in one pass."""
+    """Successive sources that are headers."""
 
     def __init__(self) -> None:
-        self.places: dict[bytes, int] = {}
+        self.names: list[bytes] = []
+        self.first = FirstHeader((), _MAX_KEY_BYTES)
+
+    def add(self, name: bytes) -> None:
+        self.names.append(name)
+        self.first = FirstHeader(self.names, _MAX_KEY_BYTES)
 
     def read(self, request: InferenceRequest, headers: Headers) -> str | None:
-        places, found, value = self.places, len(self.places), b""
-        for name, given in headers:
-            place = places.get(name)
-            if place is not None and place < found and 0 < len(given) <= _MAX_KEY_BYTES:
-                found, value = place, given
-        return value.decode("latin-1") or None
+        value = self.first.read(headers)
+        return value.decode("latin-1") if value else None
 
 
 class _Members:
@@ -82,7 +83,12 @@ class SessionKeys:
     """
 
     def __init__(self, declared: Sequence[str]) -> None:
-        self._steps = tuple(_steps(declared))
+        first, *rest = _steps(declared) or [_Headers()]
+        if not isinstance(first, _Headers):
+            first, rest = _Headers(), [first, *rest]
+        self._headers, self._rest = first.first.read, tuple(rest)
+        """The sources that are asked first, if these are headers; and the others."""
+        self._parent = FirstHeader([_PARENT], _MAX_KEY_BYTES).read
         self.fields = tuple(
             path.partition(".")[0]
             for kind, _, path in (text.partition(":") for text in declared)
@@ -92,12 +98,15 @@ class SessionKeys:
 
     def read(self, request: InferenceRequest, headers: Headers) -> SessionId | None:
         """The request's session; None if it has none."""
-        for step in self._steps:
-            key = step.read(request, headers)
-            if key:
-                parent = header(headers, _PARENT)
-                return SessionId(key, parent.decode("latin-1") if 0 < len(parent) <= _MAX_KEY_BYTES else None)
-        return None
+        given = self._headers(headers)
+        key = given.decode("latin-1") if given else self._read_rest(request, headers)
+        if not key:
+            return None
+        parent = self._parent(headers)
+        return SessionId(key, parent.decode("latin-1") if parent else None)
+
+    def _read_rest(self, request: InferenceRequest, headers: Headers) -> str | None:
+        return next((key for step in self._rest if (key := step.read(request, headers))), None)
 
 
 def _steps(declared: Sequence[str]) -> list[_Source]:
@@ -109,7 +118,7 @@ def _steps(declared: Sequence[str]) -> list[_Source]:
             if not isinstance(last, _Headers):
                 last = _Headers()
                 steps.append(last)
-            last.places.setdefault(name.lower().encode(), len(last.places))
+            last.add(name.lower().encode())
         elif kind == "cookie" and name:
             steps.append(_Cookie(name))
         elif kind in ("body", "embedded") and name:

@@ -22,8 +22,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kvroute.gateway.asgi import DISCONNECT_SIGNAL, FIELDS, IS_SIZED, DisconnectSignal, disconnect_signal_of
-from kvroute.gateway.downstream import Headers, field_pairs
+from kvroute.gateway.downstream import field_pairs
 from kvroute.gateway.fastlane import PER_CONNECTION
+from kvroute.gateway.headers import HeaderList
 
 _MAX_HELD_BYTES = 1_048_576
 """An application that waits for a body gets the whole body, or pieces of at least this size."""
@@ -101,7 +102,7 @@ class TrimmedCycle(RequestResponseCycle):
         if fields is not None:
             is_chunked = not message[IS_SIZED]
         else:
-            headers: Headers = list(message.get("headers", ()))
+            headers: HeaderList = list(message.get("headers", ()))
             fields = b"".join([b"%b: %b\r\n" % pair for pair in headers])
             # A line break within a value would turn one header into two lines.
             if not _valid_fields(fields) or fields.count(b"\r\n") != len(headers):

@@ -115,6 +115,8 @@ _decode_string = msgspec.json.Decoder(str).decode
 
 _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
+_ONLY_PROMPT = (UNSET,) * 22
+"""A body with no member that is read, except its model, `stream` and its messages."""
 _NO_HEAD = (UNSET,) * 6
 _NO_SESSION = (UNSET,) * 5
 _NO_CACHE_FIELDS = (UNSET,) * 6
@@ -291,6 +293,16 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool 
     """
     values = astuple(decoded)
     model, stream, messages, salt, params = values[:5]
+    if values[3:] == _ONLY_PROMPT:  # so it is with most
+        return InferenceRequest(
+            endpoint,
+            body,
+            model or None,
+            stream is not UNSET and bytes(stream) == b"true",
+            True,
+            None if messages is UNSET else messages,
+            session=(),
+        )
     session, head, cache_fields, engine = values[5:10], values[10:16], values[16:22], values[22:]
     does_read = cache_fields == _NO_CACHE_FIELDS or reads_cache(
         endpoint.path, cache_fields, is_chat=is_chat or messages is not UNSET

@@ -40,7 +40,7 @@ from kvroute.replicas.messages import (
 )
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.router import Dispatch, Router
-from kvroute.routing.sessions import session_hash
+from kvroute.routing.sessions import hash_of_session
 from kvroute.routing.strategy import (
     Candidate,
     CandidateMatch,
@@ -294,8 +294,8 @@ def _ended_messages(
         all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
         sessions = array("Q")
         for each in some:
-            if each.query.session_key is not None:
-                sessions.append(session_hash(model, each.query.session_key))
+            if (key := each.query.session_key) is not None:
+                sessions.append(each.query.session_hash or hash_of_session(model, key))
             if each.is_answered and each.ended_at is not None:
                 answered += 1
                 prefill_s += each.candidate.prefill_s

@@ -28,25 +28,12 @@ _LEAST_OTHER: Final = 3
 
 
 class _Latest(Struct, gc=False):
-    """The latest predictions of a worker: predicted tokens, those that were found, and whether a block or
-    more was missing. Mutable: `add` keeps the sums, because every answer adds a row."""
+    """The latest predictions of a worker. Mutable: every answer adds a row."""
 
     rows: deque[tuple[int, int, bool]]
-    predicted: int = 0
-    found: int = 0
+    """Predicted tokens, those that were found, and whether a block or more was missing."""
     wrong: int = 0
-
-    def add(self, predicted: int, found: int, is_wrong: bool) -> None:
-        rows = self.rows
-        if len(rows) == _WINDOW:
-            oldest = rows.popleft()
-            self.predicted -= oldest[0]
-            self.found -= oldest[1]
-            self.wrong -= oldest[2]
-        rows.append((predicted, found, is_wrong))
-        self.predicted += predicted
-        self.found += found
-        self.wrong += is_wrong
+    """Rows in which it was."""
 
 
 class Discounts:
@@ -63,7 +50,8 @@ class Discounts:
         """Worker's index -> share, for predictions by the cache map. Always the same mapping."""
         self.sent: dict[int, float] = {}
         """The same for predictions by the route history."""
-        self._latest: dict[tuple[int, bool], _Latest] = {}
+        self._latest: tuple[dict[int, _Latest], dict[int, _Latest]] = {}, {}
+        """By history and by map: worker's index -> its latest predictions."""
         self._verdicts: tuple[dict[int, float], dict[int, float]] = {}, {}
         """By history and by map: every worker's share, also if all are 1."""
 
@@ -71,17 +59,25 @@ class Discounts:
         """A prediction of `predicted` tokens, before any discount, and the tokens that the worker found."""
         if not predicted:
             return
-        key = index, is_mapped
-        latest = self._latest.get(key)
+        latest = self._latest[is_mapped].get(index)
         if latest is None:
-            latest = self._latest[key] = _Latest(deque())
-        latest.add(predicted, found if found < predicted else predicted, predicted - found >= block_tokens)
-        count = len(latest.rows)
+            latest = self._latest[is_mapped][index] = _Latest(deque(maxlen=_WINDOW))
+        rows, is_wrong = latest.rows, predicted - found >= block_tokens
+        count = len(rows)
+        if not is_wrong and not latest.wrong and count >= _LEAST:
+            # Most workers find what was predicted: the share is 1 and stays so.
+            rows.append((predicted, found if found < predicted else predicted, False))
+            return
+        if count == _WINDOW:
+            latest.wrong -= rows[0][2]
+        rows.append((predicted, found if found < predicted else predicted, is_wrong))
+        latest.wrong += is_wrong
+        count = len(rows)
         if count < _LEAST:
             return
         share = 1.0
         if latest.wrong >= _STEADY * count:
-            share = latest.found / latest.predicted
+            share = sum([row[1] for row in rows]) / sum([row[0] for row in rows])
         verdicts = self._verdicts[is_mapped]
         if verdicts.get(index) != share:
             verdicts[index] = share
@@ -90,7 +86,7 @@ class Discounts:
     def forget(self, index: int) -> None:
         """The worker has left or restarted; another one may have its index."""
         for is_mapped in (False, True):
-            self._latest.pop((index, is_mapped), None)
+            self._latest[is_mapped].pop(index, None)
             if self._verdicts[is_mapped].pop(index, None) is not None:
                 self._show(is_mapped)
 
@@ -120,9 +116,12 @@ class Answers:
 
     def add(self, unit: int, last: BlockKey, prompt_tokens: int, answer_tokens: int) -> None:
         """The worker answered the prompt whose last key is `last`."""
-        ends = self.by_unit.setdefault(unit, {})
-        ends.pop(last, None)
-        if len(ends) >= _MOST_ANSWERS:
+        ends = self.by_unit.get(unit)
+        if ends is None:
+            ends = self.by_unit[unit] = {}
+        if last in ends:
+            del ends[last]
+        elif len(ends) >= _MOST_ANSWERS:
             del ends[next(iter(ends))]
         ends[last] = prompt_tokens + answer_tokens - 1  # the last token is never computed
 

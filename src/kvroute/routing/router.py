@@ -22,7 +22,7 @@ from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import STRATEGIES, RoutingOptions
 from kvroute.routing.reports import Answers, Discounts, Reports
 from kvroute.routing.scaling import CacheValue
-from kvroute.routing.sessions import SessionWorkers
+from kvroute.routing.sessions import SessionWorkers, hash_of_session
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions
 from kvroute.routing.strategies.session import SessionOptions
@@ -368,8 +368,10 @@ class Router:
                 dispatch.listener = self._fly(slot, exact[0], streamed)
             else:
                 dispatch.listener = self._secondary_reservations(query, candidate, now)
-        if query.session_key is not None and decision.handover is None:
-            self._remember_session(query.session_key, query.model, decision.strategy, worker)
+        key = query.session_key
+        if key is not None and decision.handover is None and decision.strategy in self._keeps_sessions:
+            session = query.session_hash or hash_of_session(query.model, key)
+            self.sessions.sent(query.model, session, worker.spec.id)
         on_dispatch = self._on_dispatch.get(decision.strategy)
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
@@ -378,10 +380,6 @@ class Router:
             observer = self._observer.dispatched(query, decision, candidate, now)
             dispatch.listener = observer if secondary is None else BothListeners(observer, secondary)
         return dispatch
-
-    def _remember_session(self, session_key: str, model: str, strategy: str, worker: Worker) -> None:
-        if strategy in self._keeps_sessions:
-            self.sessions.sent(model, session_key, worker.id)
 
     def dispatch_handover(self, query: RouteQuery, decision: RouteDecision, now: float) -> HandoverDispatch:
         """Account a request with `decision.handover` on both workers.
@@ -415,7 +413,8 @@ class Router:
         """
         if session is not None:
             session_key, strategy = session
-            self._remember_session(session_key, model, strategy, worker)
+            if strategy in self._keeps_sessions:
+                self.sessions.sent(model, hash_of_session(model, session_key), worker.spec.id)
         dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
         worker.load.enter(dispatch, now)
         if prompt is not None:

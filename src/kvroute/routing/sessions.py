@@ -18,8 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.fleet.worker import WorkerId
 from kvroute.lru import Lru
-from kvroute.routing.cost import Ranking
-from kvroute.routing.cost_parameters import Costs
+from kvroute.routing.cost import CostModel, Ranking
 from kvroute.routing.strategy import RouteQuery
 
 KEEP_SHARE: Final = 0.25
@@ -41,15 +40,19 @@ class SessionWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def worker(self, model: str, session_key: str) -> WorkerId | None:
-        """The worker of the session's last request for the model; None if it is not known. It may have
-        left."""
-        return self._workers.peek(session_hash(model, session_key))
+    def worker(self, session: int) -> WorkerId | None:
+        """The worker of the session's last request, by the session's hash; None if it is not known. It may
+        have left."""
+        return self._workers.peek(session)
 
-    def sent(self, model: str, session_key: str, worker: WorkerId) -> None:
-        """A request of the session was sent to the worker."""
+    def sent(self, model: str, session: int, worker: WorkerId) -> None:
+        """A request of the session, by its hash, was sent to the worker."""
+        workers = self._workers
+        if workers.peek(session) == worker:
+            workers.mark_used(session)
+            return
         self._models.add(model)
-        self._workers.put(session_hash(model, session_key), worker)
+        workers.put(session, worker)
 
     def learn(self, model: str, sessions: Iterable[int], worker: WorkerId) -> None:
         """A peer has sent requests of these sessions, by their hashes, to the worker."""
@@ -59,7 +62,7 @@ class SessionWorkers:
 
     def forget(self, session_key: str) -> bool:
         """Drop a session, whatever its model; False if it had no worker."""
-        dropped = [self._workers.pop(session_hash(model, session_key)) for model in self._models]
+        dropped = [self._workers.pop(hash_of_session(model, session_key)) for model in self._models]
         return any(each is not None for each in dropped)
 
     def latest(self, number: int) -> tuple[list[str], list[tuple[int, WorkerId]]]:
@@ -74,12 +77,12 @@ class SessionWorkers:
                 self._workers.put(session, worker)
 
 
-def session_hash(model: str, session_key: str) -> int:
+def hash_of_session(model: str, session_key: str) -> int:
     """The hash of a model's session: the same in every process."""
     return xxh3_64_intdigest(f"{model}\0{session_key}".encode("utf-8", "surrogatepass"))
 
 
-def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
+def keep_session(ranking: Ranking, query: RouteQuery, model: CostModel) -> bool:
     """Put the session's worker first if it costs hardly more than the first one. Returns whether it did.
 
     A new session's first worker, that of its parent session, must be as cheap as the first one.
@@ -89,9 +92,12 @@ def keep_session(ranking: Ranking, query: RouteQuery, costs: Costs) -> bool:
     """
     workers, rows, *_ = ranking.columns
     wanted, first = query.session_worker, ranking.first_place
+    if workers[first].spec.id == wanted:  # so it is with most requests
+        return False
     place = next((place for place, worker in enumerate(workers) if worker.spec.id == wanted), first)
     if place == first:
         return False
+    costs = model.costs(query.model)
     best, own = rows[first][0] - rows[first][3], rows[place][0] - rows[place][3]
     tie_s = best * costs.tie_share + costs.tie_s
     keep_s = 0.0

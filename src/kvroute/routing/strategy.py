@@ -284,6 +284,8 @@ class RouteQuery(Struct, frozen=True, gc=False):
     """The data-parallel rank that the client has chosen, as in the header (`Worker.sent_rank`)."""
     from_parent: bool = False
     """Whether the session is new, and `session_worker` is the worker of `parent_session`."""
+    session_hash: int = 0
+    """Of `session_key` and the model (`sessions.hash_of_session`); 0 if nobody has computed it."""
 
 
 class CostTerms(NamedTuple):

@@ -52,11 +52,12 @@ class TokenEstimator:
         """
         size = 0
         for prompt in prompts:
-            if prompt.is_token_ids or prompt.has_media:
-                return
             size += prompt.size
         if size < _MIN_BYTES or prompt_tokens <= 0:
             return
+        for prompt in prompts:
+            if prompt.is_token_ids or prompt.has_media:
+                return
         seen = size / prompt_tokens
         seen = 0.5 if seen < 0.5 else 16.0 if seen > 16.0 else seen
         known = self._ratio.get(model)

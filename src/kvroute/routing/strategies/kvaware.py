@@ -101,7 +101,7 @@ class KvAware:
             return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), best_ranks(ranks))
         # One target per worker: there are no ranks to choose from.
         ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, None, predicted)
-        if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
+        if query.session_worker is not None and keep_session(ranking, query, self._costs):
             return RouteDecision(self.name, RouteReason.SESSION_KEPT, ranking)
         return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
 

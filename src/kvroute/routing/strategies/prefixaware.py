@@ -76,7 +76,7 @@ class PrefixAware:
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads, None, predicted)
-        if query.session_worker is not None and keep_session(ranking, query, self._costs.costs(query.model)):
+        if query.session_worker is not None and keep_session(ranking, query, self._costs):
             return RouteDecision(_NAME, _KEPT, ranking)
         most = max(matched)
         if not most:
