@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,8 +49,8 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 def test_an_unstreamed_answer_does_not_count_as_a_first_token() -> None:
     metrics = Metrics()
 
-    metrics.series("m", "w", "s", "r", 200, True).answered(2.0, 0.25, 10, 0)
-    metrics.series("m", "w", "s", "r", 200, False).answered(100.0, 100.0, 10, 0)
+    metrics.series("m", "w", "s", "r", 200, True).answered([(2.0, 0.25, 10, 0, None, None, None)])
+    metrics.series("m", "w", "s", "r", 200, False).answered([(100.0, 100.0, 10, 0, None, None, None)])
 
     found = samples(metrics, "kvroute_time_to_first_byte_seconds_sum")
     assert found == {("m", "w", "s", "true"): 0.25, ("m", "w", "s", "false"): 100.0}
@@ -59,8 +60,8 @@ def test_an_unstreamed_answer_does_not_count_as_a_first_token() -> None:
 def test_predicted_tokens_count_for_their_worker_and_tier() -> None:
     metrics = Metrics()
 
-    metrics.series("m", "a", "s", "r", 200).answered(1.0, 1.0, 100, 64)
-    metrics.series("m", "b", "s", "r", 200).answered(1.0, 1.0, 100, 96, (32, 0, 64))
+    metrics.series("m", "a", "s", "r", 200).answered([(1.0, 1.0, 100, 64, None, None, None)])
+    metrics.series("m", "b", "s", "r", 200).answered([(1.0, 1.0, 100, 96, (32, 0, 64), None, None)])
 
     assert samples(metrics, "kvroute_predicted_hit_tokens_total") == {
         ("m", "a", "s", "gpu"): 64.0,
@@ -69,6 +70,41 @@ def test_predicted_tokens_count_for_their_worker_and_tier() -> None:
     }
     assert samples(metrics, "kvroute_prompt_tokens_total") == {("m", "a", "s"): 100.0, ("m", "b", "s"): 100.0}
     assert samples(metrics, "kvroute_matched_tokens_sum") == {("s",): 160.0}
+
+
+def test_answers_are_counted_together() -> None:
+    metrics = Metrics()
+
+    metrics.series("m", "a", "s", "r", 200).answered(
+        [
+            (1.0, 0.5, 100, 64, None, 110, None),
+            (2.0, None, 50, 0, None, None, None),
+            (4.0, 0.25, 10, 0, (0, 16, 0), 12, 16),
+        ]
+    )
+
+    place, pair = ("m", "a", "s"), ("m", "a")
+    assert samples(metrics, "kvroute_requests_total") == {(*place, "r", "200"): 3.0}
+    assert samples(metrics, "kvroute_request_duration_seconds_sum") == {place: 7.0}
+    assert samples(metrics, "kvroute_time_to_first_byte_seconds_count") == {(*place, "false"): 2.0}
+    assert samples(metrics, "kvroute_prompt_tokens_total") == {place: 160.0}
+    assert samples(metrics, "kvroute_predicted_hit_tokens_total") == {
+        (*place, "gpu"): 64.0,
+        (*place, "l1"): 16.0,
+    }
+    assert samples(metrics, "kvroute_reported_prompt_tokens_total") == {pair: 122.0}
+    assert samples(metrics, "kvroute_reported_cached_tokens_total") == {pair: 16.0}
+
+
+def test_a_figure_that_cannot_be_counted_leaves_all_counters_as_they_are() -> None:
+    metrics = Metrics()
+    good = (1.0, 0.5, 100, 64, None, 110, 64)
+
+    with pytest.raises(OverflowError):
+        metrics.series("m", "a", "s", "r", 200).answered([good, (1.0, 0.5, 10**400, 0, None, 1, 0)])
+
+    assert samples(metrics, "kvroute_prompt_tokens_total") == {("m", "a", "s"): 0.0}
+    assert samples(metrics, "kvroute_requests_total") == {("m", "a", "s", "r", "200"): 0.0}
 
 
 def test_a_family_that_no_collector_has_is_declared_without_samples() -> None:

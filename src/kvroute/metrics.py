@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,17 +35,31 @@ SERIES_KEPT_S = 300.0
 _TIERS: Final = ("gpu", "l1", "l2")
 
 
+AnsweredRequest: TypeAlias = tuple[
+    float, float | None, int, int, tuple[int, int, int] | None, int | None, int | None
+]
+"""What is counted of an answered request: seconds to its end, and to its first byte (None if that is not
+seen, `Record.is_unseen`); its prompt's tokens; the predicted ones, in all and by tier (None: all are the
+GPU's); prompt tokens and cached tokens of the worker's `usage` (None: not reported)."""
+
+
+def _in_tiers(request: AnsweredRequest) -> tuple[int, int, int]:
+    return request[4] or (request[3], 0, 0)
+
+
 class Series:
     """All counters of the requests with the same `RequestLabels`, so that a request needs one lookup.
 
-    Mutable: `text` belongs to the journal, which stores the text there that the log lines of these requests
-    share.
+    Mutable: `text` and `waiting` belong to the journal.
     """
 
-    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "_streamed", "text")
+    __slots__ = ("_answered", "_metrics", "_outcome", "_reported", "_seconds", "_streamed", "text", "waiting")
 
     def __init__(self, metrics: Metrics, outcome: RequestLabels, streamed: bool) -> None:
         self.text = ""
+        """What the log lines of these requests share."""
+        self.waiting: list[AnsweredRequest] = []
+        """Requests to count together: one by one, each would cost 1.5 us."""
         self._streamed = streamed
         self._metrics = metrics
         self._outcome = outcome
@@ -54,38 +68,40 @@ class Series:
         self._reported: tuple[Tally, Tally] | None = None
         self._seconds: tuple[Tally, Spread, Spread] | None = None
 
-    def answered(
-        self,
-        duration_s: float,
-        first_byte_s: float | None,
-        prompt_tokens: int,
-        hit_tokens: int,
-        by_tier: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Count one finished request whose answer had at least one byte, with its routed and predicted
-        tokens. `first_byte_s` is None if the first byte is not seen (`Record.is_unseen`).
+    def answered(self, requests: Sequence[AnsweredRequest]) -> None:
+        """Count finished requests whose answers had at least one byte.
 
-        `by_tier` divides the predicted tokens into GPU, L1 and L2; without it all of them are the GPU's.
+        Raises if one of them has a figure that cannot be counted; then none of them is.
         """
         if self._answered is None:
             metrics, outcome = self._metrics, self._outcome
             self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome, self._streamed))
-        prompts, hits, matched, requests, duration, first_byte = self._answered
-        prompts.value += prompt_tokens
-        if by_tier is None:
-            hits.value += hit_tokens
-        else:
-            for tier, tokens in zip(_TIERS, by_tier, strict=True):
-                if tokens:
-                    self._metrics.hit_tokens(self._outcome, tier).value += tokens
-        matched.later(hit_tokens)
-        requests.value += 1.0
-        duration.later(duration_s)
-        if first_byte_s is not None:
-            first_byte.later(first_byte_s)
+        prompts, hits, matched, finished, duration, first_byte = self._answered
+        durations, first_bytes, lengths, found, tiers, reported, cached = zip(*requests, strict=True)
+        if None in first_bytes:
+            first_bytes = tuple(each for each in first_bytes if each is not None)
+        if None in cached:
+            reported = tuple(each for each in reported if each is not None)
+            cached = tuple(each or 0 for each in cached)
+        # Everything that may fail comes before the first count.
+        tokens, by_tier = float(sum(lengths)), [float(sum(found)), 0.0, 0.0]
+        if any(tiers):
+            by_tier = [float(sum(column)) for column in zip(*map(_in_tiers, requests), strict=True)]
+        usage = float(sum(reported)), float(sum(cached))
+        prompts.value += tokens
+        hits.value += by_tier[0]
+        for tier, held in zip(_TIERS[1:], by_tier[1:], strict=True):
+            if held:
+                self._metrics.hit_tokens(self._outcome, tier).value += held
+        matched.all_later(found)
+        finished.value += len(requests)
+        duration.all_later(durations)
+        first_byte.all_later(first_bytes)
+        if reported:
+            self.reported(*usage)
 
-    def reported(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Count the tokens that a worker's `usage` reported."""
+    def reported(self, prompt_tokens: float, cached_tokens: float | None) -> None:
+        """Count the tokens that the `usage` of one or more answers reported."""
         if self._reported is None:
             self._reported = self._metrics.reported_tokens(self._outcome)
         prompts, cached = self._reported
@@ -381,7 +397,6 @@ class Metrics(Collector):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int, bool], Series] = {}
         self._before_collect: list[Callable[[], None]] = []
-        self._predicted: dict[tuple[str, str, str, str], tuple[Tally, Spread]] = {}
         self._prefilled: dict[str, tuple[Spread, Tally]] = {}
         self._handed_over: dict[tuple[str, str], tuple[Tally, Tally]] = {}
         registry.register(self)
@@ -427,16 +442,19 @@ class Metrics(Collector):
         """The histogram of the times between the chunks of a stream, in seconds."""
         return self._gaps.labels(model, worker, strategy)
 
-    def predicted(self, strategy: str, worker: str, tier: str, outcome: str, error_tokens: int) -> None:
-        """Count the outcome of a prediction."""
-        key = strategy, worker, tier, outcome
-        known = self._predicted.get(key)
-        if known is None:
-            place = self._prediction_error.labels(strategy, worker, tier)
-            known = self._predicted[key] = self._predictions.labels(*key), place
-        counted, errors = known
-        counted.value += 1.0
-        errors.observe(error_tokens)
+    def predicted(
+        self,
+        strategy: str,
+        worker: str,
+        tier: str,
+        outcomes: Iterable[tuple[str, int]],
+        error_tokens: Sequence[int],
+    ) -> None:
+        """Count predictions: their number by outcome, and the tokens by which each of them was wrong."""
+        for outcome, number in outcomes:
+            if number:
+                self._predictions.labels(strategy, worker, tier, outcome).inc(number)
+        self._prediction_error.labels(strategy, worker, tier).all_later(error_tokens)
 
     def prefilled(self, worker: str, seconds: float, computed_tokens: int) -> None:
         """Count a prompt that a prefill worker has computed for another worker."""
@@ -468,7 +486,6 @@ class Metrics(Collector):
     def forget_workers(self, names: Collection[str]) -> None:
         """Remove all series with these values of the label `worker`. O(all series)."""
         self._series = {key: series for key, series in self._series.items() if key[1] not in names}
-        self._predicted = {key: known for key, known in self._predicted.items() if key[1] not in names}
         self._prefilled = {key: known for key, known in self._prefilled.items() if key not in names}
         self._handed_over = {key: known for key, known in self._handed_over.items() if key[0] not in names}
         for family in (*self._counters, *self._gauges):

@@ -1,5 +1,5 @@
 from kvroute.replicas.metrics import merge_decisions, merge_predictions
-from kvroute.routing.audit import Audit, Prediction
+from kvroute.routing.audit import Audit
 
 
 def test_the_newest_decisions_of_all_come_first():
@@ -11,7 +11,8 @@ def test_the_newest_decisions_of_all_come_first():
 def audit(worker: str, *cached: int) -> Audit:
     made = Audit()
     for tokens in cached:
-        made.reported(Prediction("kvaware", worker, 0, "gpu", 64, 16, judged=True), tokens)
+        made.reported("kvaware", worker, "gpu", 16, 64, tokens)
+        made.is_wrong(worker, 0, tokens != 64)
     return made
 
 

@@ -25,7 +25,7 @@ from kvroute.errors import (
     UpstreamError,
     WorkerUnreachable,
 )
-from kvroute.fleet.worker import Worker
+from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import AttemptDeps, Attempts
 from kvroute.gateway.downstream import Downstream
@@ -46,7 +46,7 @@ from kvroute.index.prefix_index import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.preamble import MAX_PREAMBLE_BYTES, Preamble
-from kvroute.routing.audit import Audit, Prediction
+from kvroute.routing.audit import Audit
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.reports import Reports
 from kvroute.routing.strategy import Candidate, ExactPrompt, Needs, RouteDecision, Tokens
@@ -101,6 +101,8 @@ class PredictionAudit:
         reports: Reports | None = None,
     ) -> None:
         self.audit = audit
+        audit.on_counted = metrics.predicted
+        metrics.call_before_collect(audit.settle)
         self._metrics = metrics
         self._feedback = feedback
         self._reports = reports
@@ -108,27 +110,28 @@ class PredictionAudit:
     def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
         """A complete answer reported `usage`. Costs a few us; raises nothing for any values in it."""
         feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.held
-        prompts, reports = query.prompts, self._reports
-        if reports is not None and usage.completion_tokens and len(prompts) == 1 and prompts[0].keys:
+        prompts, reports, cached_tokens = query.prompts, self._reports, usage.cached_tokens
+        keys = prompts[0].keys if len(prompts) == 1 else ()
+        if keys and usage.completion_tokens and reports is not None:
             # Several choices are several answers, and no usage tells their lengths apart; the next turn has
             # one of them, so the sum is too much. The audit and the discount notice.
             unit = worker.index if held is None else worker.unit_of(held.rank)
-            reports.answers.add(unit, prompts[0].keys[-1], usage.prompt_tokens, usage.completion_tokens)
-        if feedback is None and usage.cached_tokens is None:
+            reports.answers.add(unit, keys[-1], usage.prompt_tokens, usage.completion_tokens)
+        if feedback is None and cached_tokens is None:
             return
-        if not query.reads_cache or not worker.facts.caches_prefixes:
+        facts = worker.facts
+        if not query.reads_cache or not facts.caches_prefixes:
             return  # nothing was predicted
-        if query.rank is None and not query.takes_rank:
+        if not query.takes_rank and query.rank is None:
             return  # nobody knows the rank whose cache was read
         rank = 0 if held is None or held.rank is None else held.rank
         if feedback is not None and len(query.exact) == 1:
-            feedback.answered(worker, rank, plan.model, query.exact[0], query.now, usage.cached_tokens)
+            feedback.answered(worker, rank, plan.model, query.exact[0], query.now, cached_tokens)
         # Several prompts are several engine requests, of which vLLM 0.32 reports one.
-        cached_tokens = usage.cached_tokens
-        if cached_tokens is None or len(query.prompts) != 1:
+        if cached_tokens is None or len(prompts) != 1:
             return
         strategy, worker_id, tokens = plan.decision.strategy, worker.spec.id, candidate.matched_tokens
-        block_tokens = worker.block_size
+        block_tokens = facts.block_size or ASSUMED_BLOCK_TOKENS
         if held is None:
             is_mapped, judged, tier = False, False, _GPU if tokens else _NO_TIER
         else:
@@ -144,11 +147,12 @@ class PredictionAudit:
                 self.audit.forget(worker_id)
         if tokens and reports is not None:
             reports.discounts.reported(worker.index, is_mapped, tokens, cached_tokens, block_tokens)
-        outcome, is_wrong = self.audit.reported(
-            Prediction(strategy, worker_id, rank, tier, tokens, block_tokens, judged), cached_tokens
-        )
-        self._metrics.predicted(strategy, worker_id, tier, outcome, abs(tokens - cached_tokens))
-        if is_wrong and feedback is not None:
+        self.audit.reported(strategy, worker_id, tier, block_tokens, tokens, cached_tokens)
+        if (
+            judged
+            and self.audit.is_wrong(worker_id, rank, abs(tokens - cached_tokens) >= block_tokens)
+            and feedback is not None
+        ):
             log.warning(
                 "worker %s: too many predicted hits failed; its cache map is not used now%s",
                 worker_id,
@@ -399,7 +403,7 @@ class Exchange(Struct, eq=False):
     def start(self) -> None:
         """Send the request to the first worker of the ranking."""
         plan, waits = self._plan, self._deps.streams
-        if waits is not None and plan.query.streamed and waits.head_wait_s:
+        if plan.query.streamed and waits is not None and waits.head_wait_s:
             self._wait_for_head(waits, plan.query.now - self._record.started)
         try:
             self._attempts.start(self)
@@ -458,16 +462,16 @@ class Exchange(Struct, eq=False):
                 self._relay(response)
             elif response.status > _LAST_GOOD and self._leaves_worker(response):
                 pass
-            # The head waits for the first token: until then another worker can still answer.
-            elif parts and not (
-                (self._plan.preamble or parts[0].startswith(_COMMENT)) and self._holds_back(response)
+            elif (response.is_over and response.error is None) or (
+                parts
+                and not (
+                    (self._plan.preamble or parts[0].startswith(_COMMENT)) and self._holds_back(response)
+                )
             ):
                 self._start_answer(response)
             elif response.error is not None:
                 self._preamble = None
                 self._attempts.retry_after_failure(self)
-            elif response.is_over:
-                self._start_answer(response)
             elif self._is_head_due and response.status and self._head_worker is None:
                 self._send_head(response)
         except GatewayError as error:
@@ -628,7 +632,10 @@ class Exchange(Struct, eq=False):
             parts = response.parts
             whole = parts[0] if len(parts) == 1 else b"".join(parts)
             if self._head_worker is None:
-                client.answer(status, self._own_fields(fields, candidate), whole, is_sized)
+                # `_own_fields` inlined: most answers come here.
+                own = deps.attribution.lines(candidate, plan.decision)
+                fields = b"%bx-request-id: %b\r\n%b" % (fields, record.request_id, own)
+                client.answer(status, fields, whole, is_sized)
             else:
                 client.finish(whole)
             if is_event_stream:

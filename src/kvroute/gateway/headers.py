@@ -80,12 +80,13 @@ class FirstHeader:
         """The value; b"" without one. For a known head about 0.2 us."""
         if type(headers) is not KnownHeaders:
             return self._read_list(headers)
-        places = self._known.get(headers.places)
-        if places is None:
+        try:
+            places = self._known[headers.places]
+        except KeyError:
             places = self._learn(headers.places)
         for place in places:
             value = headers.values[place] if type(place) is int else place
-            if 0 < len(value) <= self._max_bytes:  # type: ignore[arg-type]
+            if value and len(value) <= self._max_bytes:  # type: ignore[arg-type]
                 return value  # type: ignore[return-value]
         return b""
 

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from kvroute.clock import Clock
 from kvroute.gateway.client_keys import KeyUse, KnownClient
 from kvroute.logs import ACCESS, JsonFormatter, LogHandler, TextFormatter
-from kvroute.metrics import Metrics
+from kvroute.metrics import Metrics, Series
 from kvroute.routing.strategy import CandidateMatch, RouteDecision
 
 _BATCH_S = 0.5
@@ -252,7 +252,7 @@ class Journal:
         lines = self._lines if self._lines is not None and self._lines.is_on else None
         is_json = lines is not None and lines.is_json
         entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
-        series_of = self._metrics.series
+        series_of, touched = self._metrics.series, list[Series]()
         failed, last = 0, None
         on_traced = self._on_traced
         for record in waiting:
@@ -272,31 +272,46 @@ class Journal:
                 if first_byte is None and not (record.is_unseen and record.attempts):
                     series.finished(duration, None)
                 else:
-                    held = record.held
-                    series.answered(
-                        duration,
-                        None if first_byte is None else first_byte - started,
-                        record.tokens,
-                        record.matched_tokens,
-                        None if held is None else held.tokens,
+                    held, usage, counted = record.held, record.usage, series.waiting
+                    if not counted:
+                        touched.append(series)
+                    counted.append(
+                        (
+                            duration,
+                            None if first_byte is None else first_byte - started,
+                            record.tokens,
+                            record.matched_tokens,
+                            None if held is None else held.tokens,
+                            None if usage is None else usage.prompt_tokens,
+                            None if usage is None else usage.cached_tokens,
+                        )
                     )
-                    if record.usage is not None:
-                        series.reported(record.usage.prompt_tokens, record.usage.cached_tokens)
                 if (handover := record.handover) is not None:
                     self._count_handover(record, handover)
-                if is_json:
-                    written.append((wall, _fields(record, duration, strategy, reason)))
-                elif lines is not None:
-                    text = series.text
-                    if not text:
-                        series.text = text = (
-                            f"{record.status} worker={record.worker} model={record.model} strategy={strategy}"
-                            f" reason={reason}"
-                        )
-                    written.append((wall, _line(record, duration, text)))
+                if lines is not None:
+                    if is_json:
+                        written.append((wall, _fields(record, duration, strategy, reason)))
+                    else:
+                        text = series.text
+                        if not text:
+                            series.text = text = (
+                                f"{record.status} worker={record.worker} model={record.model}"
+                                f" strategy={strategy} reason={reason}"
+                            )
+                        written.append((wall, _line(record, duration, text)))
                 entries.append((wall, duration, record))
             except Exception as error:  # noqa: BLE001 - what it is, is unknown; it is logged below
                 failed, last = failed + 1, error
+        for series in touched:
+            answered, series.waiting = series.waiting, []
+            try:
+                series.answered(answered)
+            except Exception:  # noqa: BLE001 - of one of them; the others are counted one by one
+                for each in answered:
+                    try:
+                        series.answered([each])
+                    except Exception as error:  # noqa: BLE001 - it is logged below
+                        failed, last = failed + 1, error
         if failed:
             log.error("recording %d requests failed; they are not counted", failed, exc_info=last)
         self._ring.extend(entries)

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvroute.errors import ConfigError, InvalidRequest
-from kvroute.gateway.headers import FirstHeader, Headers, header
+from kvroute.gateway.headers import FirstHeader, Headers, KnownHeaders, header
 from kvroute.openai.bounded import SESSION_MEMBERS
 from kvroute.openai.request import InferenceRequest
 
@@ -102,6 +102,8 @@ class SessionKeys:
         key = given.decode("latin-1") if given else self._read_rest(request, headers)
         if not key:
             return None
+        if type(headers) is KnownHeaders and _PARENT not in headers.places.by_name:
+            return SessionId(key)
         parent = self._parent(headers)
         return SessionId(key, parent.decode("latin-1") if parent else None)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Final
-
-from msgspec import Struct
+from operator import sub
+from typing import Any, Final, TypeAlias
 
 from kvroute.options import Options, option
 
@@ -50,25 +50,6 @@ class PredictionOutcome(StrEnum):
     UNDER = "under"
 
 
-# To read an enum member through its class costs 80 ns (CPython 3.11), a module constant almost nothing.
-_EXACT, _OVER, _UNDER = PredictionOutcome.EXACT, PredictionOutcome.OVER, PredictionOutcome.UNDER
-
-
-class Prediction(Struct, frozen=True, gc=False):
-    """The cached tokens that were predicted for one request before it was sent."""
-
-    strategy: str
-    worker: str
-    rank: int
-    tier: str
-    """The slowest tier with cached tokens."""
-    tokens: int
-    block_tokens: int
-    """Tokens in one block of the worker."""
-    judged: bool
-    """Whether a whole map made the prediction, so that a failure counts against the map."""
-
-
 class _Tally:
     __slots__ = ("error_tokens", "outcomes", "predicted", "reported")
 
@@ -79,16 +60,28 @@ class _Tally:
 
 _MOST_TALLIES: Final = 4096
 """Workers join under new names, so the number of tallies is bounded; the oldest are dropped first."""
+_MOST_WAITING: Final = 256
+"""Predictions of one place that wait to be counted, and places with some."""
+
+
+OnCounted: TypeAlias = Callable[[str, str, str, Iterable[tuple[str, int]], Sequence[int]], None]
+"""Gets predictions of one strategy for one worker and tier: their number by outcome, and the tokens by which
+each of them was wrong."""
 
 
 class Audit:
     """Counts predictions by strategy, worker and tier, and keeps each place's latest results.
 
-    Mutable: `reported` and `forget` change it. Used from the event loop only; about 2 us a request.
+    A prediction is counted later, together with others: that costs a tenth. Mutable: `reported`, `is_wrong`
+    and `forget` change it. Used from the event loop only.
     """
 
     def __init__(self, options: AuditOptions | None = None) -> None:
         self._options = options or AuditOptions()
+        self.on_counted: OnCounted | None = None
+        """Called by `settle`."""
+        self._waiting: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
+        """Strategy, worker, tier and tokens of a block -> predicted and reported tokens, not yet counted."""
         self._tallies: dict[tuple[str, str, str], _Tally] = {}
         self._latest: dict[tuple[str, int], deque[bool]] = {}
         self._demotions: dict[str, int] = {}
@@ -103,33 +96,55 @@ class Audit:
             del self._moved[next(iter(self._moved))]
         self._moved[worker] = self._moved.get(worker, 0) + tokens
 
-    def reported(self, prediction: Prediction, cached_tokens: int) -> tuple[PredictionOutcome, bool]:
-        """Compare a prediction with the worker's `usage.prompt_tokens_details.cached_tokens`.
+    def reported(
+        self, strategy: str, worker: str, tier: str, block_tokens: int, tokens: int, cached_tokens: int
+    ) -> None:
+        """A prediction of `tokens`, and the worker's `usage.prompt_tokens_details.cached_tokens`.
 
-        Returns the outcome, and whether the place's map now counts as wrong; its latest results are then
-        dropped.
+        `tier` is the slowest tier with predicted tokens, `block_tokens` the size of the worker's blocks.
         """
-        tokens = prediction.tokens
-        error = tokens - cached_tokens
-        distance = error if error > 0 else -error
-        if distance < prediction.block_tokens:
-            outcome = _EXACT
-        else:
-            outcome = _OVER if error > 0 else _UNDER
-        key = prediction.strategy, prediction.worker, prediction.tier
-        tally = self._tallies.get(key)
-        if tally is None:
-            if len(self._tallies) >= _MOST_TALLIES:
-                del self._tallies[next(iter(self._tallies))]
-            tally = self._tallies[key] = _Tally()
-        tally.outcomes[outcome] += 1
-        tally.predicted += tokens
-        tally.reported += cached_tokens
-        tally.error_tokens += distance
-        return outcome, prediction.judged and self._is_wrong(prediction, outcome is not _EXACT)
+        key = strategy, worker, tier, block_tokens
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            if len(self._waiting) >= _MOST_WAITING:
+                self.settle()
+            waiting = self._waiting[key] = []
+        waiting.append((tokens, cached_tokens))
+        if len(waiting) >= _MOST_WAITING:
+            self.settle()
 
-    def _is_wrong(self, prediction: Prediction, failed: bool) -> bool:
-        options, place = self._options, (prediction.worker, prediction.rank)
+    def settle(self) -> None:
+        """Count what `reported` has kept."""
+        settled, self._waiting = self._waiting, {}
+        for (strategy, worker, tier, block_tokens), rows in settled.items():
+            predicted, cached = zip(*rows, strict=True)
+            errors = list(map(sub, predicted, cached))
+            distances = list(map(abs, errors))
+            exact, over = sum(map(block_tokens.__gt__, distances)), sum(map(block_tokens.__le__, errors))
+            outcomes = {
+                PredictionOutcome.EXACT: exact,
+                PredictionOutcome.OVER: over,
+                PredictionOutcome.UNDER: len(rows) - exact - over,
+            }
+            tally = self._tallies.get((strategy, worker, tier))
+            if tally is None:
+                if len(self._tallies) >= _MOST_TALLIES:
+                    del self._tallies[next(iter(self._tallies))]
+                tally = self._tallies[strategy, worker, tier] = _Tally()
+            for outcome, number in outcomes.items():
+                tally.outcomes[outcome] += number
+            tally.predicted += sum(predicted)
+            tally.reported += sum(cached)
+            tally.error_tokens += sum(distances)
+            if self.on_counted is not None:
+                self.on_counted(strategy, worker, tier, tuple(outcomes.items()), distances)
+
+    def is_wrong(self, worker: str, rank: int, failed: bool) -> bool:
+        """Whether a place's map counts as wrong, now that a prediction of the whole map has `failed`, or not.
+
+        `failed`: off by a block or more. If it is wrong, its latest results are dropped.
+        """
+        options, place = self._options, (worker, rank)
         latest = self._latest.get(place)
         if latest is None:
             latest = self._latest[place] = deque(maxlen=max(options.window, options.least))
@@ -140,19 +155,21 @@ class Audit:
         if len(latest) < options.least or sum(latest) <= options.most_wrong * len(latest):
             return False
         del self._latest[place]
-        demotions = self._demotions.pop(prediction.worker, 0) + 1
+        demotions = self._demotions.pop(worker, 0) + 1
         if len(self._demotions) >= _MOST_TALLIES:
             del self._demotions[next(iter(self._demotions))]
-        self._demotions[prediction.worker] = demotions
+        self._demotions[worker] = demotions
         return True
 
     def forget(self, worker: str) -> None:
         """Drop the latest results of a worker that has left or restarted: its cache is another one."""
+        self.settle()
         for place in [place for place in self._latest if place[0] == worker]:
             del self._latest[place]
 
     def describe(self) -> dict[str, Any]:
         """Counts and token sums by strategy, worker and tier, and the latest results, as JSON values."""
+        self.settle()
         return {
             "predictions": [
                 {

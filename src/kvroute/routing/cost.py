@@ -48,7 +48,7 @@ def matched_tokens(
         if places is None:
             places = {unit: place for place, worker in enumerate(workers) for unit in worker.units}
         length, block_tokens = prompt.tokens, prompt.block_tokens
-        whole = len(prompt.keys) if answers else 0
+        whole = len(prompt.keys) if answers is not None else 0
         tokens = known = 0
         for index, blocks in held.items():
             place = places.get(index)
@@ -62,7 +62,7 @@ def matched_tokens(
             if not facts.caches_prefixes:
                 continue
             count = tokens
-            if answers and blocks < whole and (ends := answers.get(index)):
+            if blocks < whole and answers is not None and (ends := answers.get(index)):
                 answered = ends.get(prompt.keys[blocks - 1], 0)
                 if answered > count:
                     count = answered if answered < length else length - 1

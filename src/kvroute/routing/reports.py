@@ -34,6 +34,8 @@ class _Latest(Struct, gc=False):
     """Predicted tokens, those that were found, and whether a block or more was missing."""
     wrong: int = 0
     """Rows in which it was."""
+    is_right: bool = False
+    """It was in none of them, and there are enough of them for a verdict."""
 
 
 class Discounts:
@@ -63,21 +65,20 @@ class Discounts:
         if latest is None:
             latest = self._latest[is_mapped][index] = _Latest(deque(maxlen=_WINDOW))
         rows, is_wrong = latest.rows, predicted - found >= block_tokens
-        count = len(rows)
-        if not is_wrong and not latest.wrong and count >= _LEAST:
-            # Most workers find what was predicted: the share is 1 and stays so.
-            rows.append((predicted, found if found < predicted else predicted, False))
+        if latest.is_right and not is_wrong:  # so it is with most: the share is 1 and stays so
+            rows.append((predicted, found, False))
             return
-        if count == _WINDOW:
+        if len(rows) == _WINDOW:
             latest.wrong -= rows[0][2]
-        rows.append((predicted, found if found < predicted else predicted, is_wrong))
+        rows.append((predicted, found, is_wrong))
         latest.wrong += is_wrong
         count = len(rows)
         if count < _LEAST:
             return
+        latest.is_right = not latest.wrong
         share = 1.0
         if latest.wrong >= _STEADY * count:
-            share = sum([row[1] for row in rows]) / sum([row[0] for row in rows])
+            share = sum([min(row[0], row[1]) for row in rows]) / sum([row[0] for row in rows])
         verdicts = self._verdicts[is_mapped]
         if verdicts.get(index) != share:
             verdicts[index] = share

@@ -92,8 +92,6 @@ def keep_session(ranking: Ranking, query: RouteQuery, model: CostModel) -> bool:
     """
     workers, rows, *_ = ranking.columns
     wanted, first = query.session_worker, ranking.first_place
-    if workers[first].spec.id == wanted:  # so it is with most requests
-        return False
     place = next((place for place, worker in enumerate(workers) if worker.spec.id == wanted), first)
     if place == first:
         return False

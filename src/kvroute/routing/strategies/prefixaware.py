@@ -76,7 +76,12 @@ class PrefixAware:
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)
         ranking = self._costs.rank(query, workers, matched, None, None, view.loads, None, predicted)
-        if query.session_worker is not None and keep_session(ranking, query, self._costs):
+        session_worker = query.session_worker
+        if (
+            session_worker is not None
+            and session_worker != workers[ranking.first_place].spec.id
+            and keep_session(ranking, query, self._costs)
+        ):
             return RouteDecision(_NAME, _KEPT, ranking)
         most = max(matched)
         if not most:
