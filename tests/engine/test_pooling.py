@@ -28,7 +28,7 @@ KIND = EngineKind(
     generates=False,
     has_events=False,
 )
-REQUESTS, AT_ONCE = 40, 8
+REQUESTS, AT_ONCE = 120, 8
 
 
 @pytest.mark.engines(KIND, replace(KIND, number=1, core=1))
