@@ -48,3 +48,15 @@ def test_each_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_each_test_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in TEST_FILE.findall(page.read_text()) if not (ROOT / name).is_file()] == []
+
+
+def test_the_index_of_the_documentation_has_one_line_for_each_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text()
+    listed = re.findall(r"^- \[[^\]]*\]\(([^)#]+)\):", index, re.MULTILINE)
+    pages = {path.name for path in docs.glob("*.md")} - {"README.md"}
+    groups = re.findall(r"^## ", index, re.MULTILINE)
+
+    assert sorted(file for file in listed if "/" not in file) == sorted(pages)
+    assert "migration/README.md" in listed
+    assert len(groups) == 6
