@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -199,24 +199,27 @@ _cache_read_tokens = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,9})(?!\
 _cache_creation_tokens = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,9})(?!\d)').search
 
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
+
+
 class _Details(Struct, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class AnswerUsage(Struct, gc=False):
-    """The `usage` of an answer, as engines write it."""
+    """The `usage` of an answer, as engines write it. With a count that none can be, it is not decoded."""
 
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    input_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    output_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
     # Anthropic's API counts cached tokens apart: `input_tokens` has neither those that were read nor those
     # that were stored (vLLM 0.32, entrypoints/anthropic/serving.py, `_build_anthropic_usage`).
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: _Count | None = None
+    cache_creation_input_tokens: _Count | None = None
 
 
 class _Answer(Struct, gc=False):
@@ -272,18 +275,13 @@ def usage_of(usage: AnswerUsage) -> Usage | None:
     completion = usage.completion_tokens
     if completion is None:
         completion = usage.output_tokens or 0
-    if tokens is None or not 0 <= tokens <= _MAX_TOKENS:
+    if tokens is None:
         return None
     cached = usage.cached_tokens if details is None else details.cached_tokens
-    if cached is not None and not 0 <= cached <= _MAX_TOKENS:
-        cached = None
-    elif cached is None and (read := usage.cache_read_input_tokens) is not None:
-        created = usage.cache_creation_input_tokens or 0
-        if not (0 <= read <= _MAX_TOKENS and 0 <= created <= _MAX_TOKENS):
-            return None
+    if cached is None and (read := usage.cache_read_input_tokens) is not None:
         cached = read
-        tokens += read + created
-    return Usage(tokens, cached, completion if 0 <= completion <= _MAX_TOKENS else 0)
+        tokens += read + (usage.cache_creation_input_tokens or 0)
+    return Usage(tokens, cached, completion)
 
 
 _MAX_CACHED_LINES = 4096
