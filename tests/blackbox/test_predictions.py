@@ -76,11 +76,17 @@ class Published:
         self.count = 0
         self._socket = socket
 
-    async def read(self) -> int:
+    async def applied(self, client: httpx.AsyncClient) -> None:
+        """Wait until the gateway, which has no other worker, has read all of them."""
         await self._socket.send_multipart([b"", self.count.to_bytes(8)])
         while (frames := await self._socket.recv_multipart())[-1]:
             self.count = int.from_bytes(frames[-2]) + 1
-        return self.count
+        await until(lambda: self._are_read(client), within_s=60)
+
+    async def _are_read(self, client: httpx.AsyncClient) -> bool:
+        page, name = (await client.get("/metrics")).text, "kvroute_kv_events_messages_total{"
+        values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name)]
+        return sum(map(float, values)) >= self.count
 
 
 @pytest.fixture
@@ -150,13 +156,6 @@ async def test_hits_are_exact_while_some_groups_have_lost_what_others_hold(
     running = await serve("--worker", url, "--strategy", "kvaware")
     traffic, wrong, hits, tokens = Traffic(36), [], 0, 0
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
-
-        async def has_applied() -> bool:
-            page = (await client.get("/metrics")).text
-            name = "kvroute_kv_events_messages_total{"
-            values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name)]
-            return sum(map(float, values)) >= sent.count
-
         await until(lambda: has_tokens(client), within_s=60, every_s=0.05)
         for number in range(100):
             prompt = traffic.prompt()
@@ -164,10 +163,24 @@ async def test_hits_are_exact_while_some_groups_have_lost_what_others_hold(
             hits, tokens = hits + found, tokens + len(prompt)
             if promised != found:
                 wrong.append((number, len(prompt), promised, found))
-            await sent.read()
-            await until(has_applied, within_s=60)
+            await sent.applied(client)
     assert wrong == []
     assert hits >= 0.2 * tokens, (hits, tokens)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
+async def test_each_kind_that_covers_the_whole_prompt_is_found_from_its_start(serve, sim, published, kind):
+    url = await sim("--time-scale", "0", "--events", "--kv-group", f"{kind}:16", own=True)
+    sent = await published(url)
+    running = await serve("--worker", url, "--strategy", "kvaware")
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        await until(lambda: has_tokens(client), within_s=60, every_s=0.05)
+        prompt = [1 << 24 | number for number in range(1_000)]
+        results = []
+        for more in ([], [1, 2, 3], [4, 5, 6]):
+            results.append((await predicted(client, "/v1/completions", prompt=prompt + more))[:2])
+            await sent.applied(client)
+    assert results == [(0, 0), (992, 992), (992, 992)]
 
 
 async def test_with_a_prefix_match_unit_the_note_says_why_and_turns_stay_on_their_worker(start):
