@@ -93,12 +93,13 @@ class Published:
 async def published(processes):
     """`await published(URL)` asks the worker for its batches."""
     context = zmq.asyncio.Context()
-    processes.callback(lambda: context.destroy(linger=0))
+    processes.callback(context.term)
 
     async def open_(url: str) -> Published:
         async with httpx.AsyncClient(trust_env=False) as client:
             sources = (await client.get(f"{url}/kv_event_sources")).json()
         socket = context.socket(zmq.DEALER)
+        processes.callback(socket.close, 0)
         socket.connect(sources["0"]["replay_endpoint"])
         return Published(socket)
 
