@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from tests.blackbox.conftest import spawn
 from tests.recordings import Asked, Recording, Step, read
 from tests.support.sockets import tcp_server
 from tests.support.waiting import until
@@ -310,17 +311,26 @@ async def test_a_chats_answer_counts_as_held_when_the_next_turn_shows_it(serve, 
 
 @pytest.mark.parametrize(("tokens", "is_silent"), [(500, False), (700, True)])
 async def test_a_worker_is_silent_only_if_a_whole_block_of_its_own_size_was_computed(
-    serve, worker, tokens: int, is_silent: bool
+    serve, worker, processes, tokens: int, is_silent: bool
 ) -> None:
-    engine = await worker(544)
-    running = await serve("--worker", engine.url, "--strategy", "kvaware", "--set", "kv_events.silent_s=0.01")
+    """The note, the log line and the doctor say what to do."""
+    engine, key = await worker(544), ("--set", "admin.api_key=the-key-of-the-tests")
+    running = await serve(
+        *("--worker", engine.url, "--strategy", "kvaware", "--set", "kv_events.silent_s=0.01"), *key
+    )
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
         await until(lambda: is_ready(client), within_s=60)
         for number in range(12):
             prompt = [number, *range(tokens - 1)]
             await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1})
         notes = (await client.get("/ready")).json()["notes"]
-    if is_silent:
-        assert [each for each in notes if ": silent (" in each and "enable_kv_cache_events" in each], notes
-    else:
+    if not is_silent:
         assert notes == []
+        return
+    assert [each for each in notes if ": silent (" in each and "enable_kv_cache_events" in each], notes
+    assert "enable_kv_cache_events" in await running.logged("its map is not used: silent")
+    doctor = await spawn(processes, "doctor", "--url", running.url, "--no-probe", *key, stdout=True)
+    assert doctor.process.stdout is not None
+    printed = (await doctor.process.stdout.read()).decode()
+    assert await doctor.ended() == 0, doctor.log
+    assert "enable_kv_cache_events" in printed, printed
