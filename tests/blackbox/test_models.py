@@ -7,11 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from tests.blackbox.conftest import spawn
 from tests.recordings import Asked, Recording, Step, read
 from tests.support.sockets import tcp_server
 from tests.support.waiting import until
@@ -225,6 +228,52 @@ async def test_a_map_that_shows_no_hits_is_not_used_and_its_note_names_the_kinds
     assert shown >= 0.7 * found
 
 
+def with_kind(recording: Recording, kind: bytes, other: bytes) -> tuple[Recording, int]:
+    """The recording with another name of a kind, and how many blocks its groups stored and removed."""
+    assert len(kind) == len(other)
+    groups, blocks, steps = set[int](), 0, list[Step]()
+    for step in recording.steps:
+        for frames in step.messages:
+            for event in msgspec.msgpack.decode(frames[2])[1]:
+                if event.get("kv_cache_spec_kind") == kind.decode():
+                    groups.add(event["group_idx"])
+                blocks += len(event["block_hashes"]) if event["group_idx"] in groups else 0
+        messages = tuple((*frames[:2], frames[2].replace(kind, other)) for frames in step.messages)
+        steps.append(replace(step, messages=messages))
+    return replace(recording, steps=tuple(steps)), blocks
+
+
+async def test_blocks_of_a_kind_that_nobody_knows_are_counted(serve, worker) -> None:
+    recording, blocks = with_kind(read("qwen3_next"), b"mamba", b"novel")
+    engine = await worker(recording.engine["block_size"])
+    running = await serve("--worker", engine.url, "--strategy", "kvaware")
+    _, page, _ = await replayed(recording, engine, running.url)
+    assert metric(page, "kvroute_map_passed_over_blocks_total") == blocks > 0
+
+
+async def test_the_map_of_a_worker_that_finds_nothing_of_it_counts_less_and_a_metric_shows_it(
+    serve, worker
+) -> None:
+    """By the groups whose kinds are known the prompt is there."""
+    recording, _ = with_kind(read("qwen3_next"), b"mamba", b"novel")
+    engine = await worker(recording.engine["block_size"])
+    running = await serve("--worker", engine.url, "--strategy", "kvaware")
+    (asked,) = recording.steps[0].requests
+    body = {"model": MODEL, "prompt": list(asked.prompt), "max_tokens": 1}
+    await replayed(replace(recording, steps=recording.steps[:1]), engine, running.url)
+    engine.step = None
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        for _ in range(6):
+            await client.post("/v1/completions", json=body)
+        page = (await client.get("/metrics")).text
+        explained = (await client.post("/v1/route/explain", json={**body, "path": "/v1/completions"})).json()
+    shares = [line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("kvroute_match_share{")]
+    assert [(value, 'source="map"' in name) for name, value in shares] == [("0.0", True)]
+    (candidate,) = explained["ranking"]
+    assert candidate["matched_tokens"] > 0
+    assert candidate["counted_tokens"] == 0
+
+
 @pytest.mark.parametrize("strategy", ["prefixaware", "kvaware"])
 async def test_a_hot_prompt_that_no_worker_can_use_spreads_over_all(serve, worker, strategy: str) -> None:
     engines = [await worker(544) for _ in range(4)]
@@ -262,17 +311,26 @@ async def test_a_chats_answer_counts_as_held_when_the_next_turn_shows_it(serve, 
 
 @pytest.mark.parametrize(("tokens", "is_silent"), [(500, False), (700, True)])
 async def test_a_worker_is_silent_only_if_a_whole_block_of_its_own_size_was_computed(
-    serve, worker, tokens: int, is_silent: bool
+    serve, worker, processes, tokens: int, is_silent: bool
 ) -> None:
-    engine = await worker(544)
-    running = await serve("--worker", engine.url, "--strategy", "kvaware", "--set", "kv_events.silent_s=0.01")
+    """The note, the log line and the doctor say what to do."""
+    engine, key = await worker(544), ("--set", "admin.api_key=the-key-of-the-tests")
+    running = await serve(
+        *("--worker", engine.url, "--strategy", "kvaware", "--set", "kv_events.silent_s=0.01"), *key
+    )
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
         await until(lambda: is_ready(client), within_s=60)
         for number in range(12):
             prompt = [number, *range(tokens - 1)]
             await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1})
         notes = (await client.get("/ready")).json()["notes"]
-    if is_silent:
-        assert [each for each in notes if ": silent (" in each and "enable_kv_cache_events" in each], notes
-    else:
+    if not is_silent:
         assert notes == []
+        return
+    assert [each for each in notes if ": silent (" in each and "enable_kv_cache_events" in each], notes
+    assert "enable_kv_cache_events" in await running.logged("its map is not used: silent")
+    doctor = await spawn(processes, "doctor", "--url", running.url, "--no-probe", *key, stdout=True)
+    assert doctor.process.stdout is not None
+    printed = (await doctor.process.stdout.read()).decode()
+    assert await doctor.ended() == 0, doctor.log
+    assert "enable_kv_cache_events" in printed, printed

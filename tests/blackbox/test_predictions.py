@@ -7,6 +7,8 @@ import random
 
 import httpx
 import pytest
+import zmq
+import zmq.asyncio
 from tests.support.waiting import until
 
 MODEL = "sim-model"
@@ -65,6 +67,121 @@ async def predicted(client: httpx.AsyncClient, path: str, **body) -> tuple[int, 
     answer = await client.post(path, json={"model": MODEL, "max_tokens": 1, **body})
     assert answer.status_code == 200, answer.text
     return int(answer.headers["x-kvroute-hit-tokens"]), found_in(answer.json()["usage"]), answer
+
+
+class Published:
+    """The batches of events that a worker has sent so far: its buffer tells. Mutable: `count`."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self.count = 0
+        self._socket = socket
+
+    async def applied(self, client: httpx.AsyncClient) -> None:
+        """Wait until the gateway, which has no other worker, has read all of them."""
+        await self._socket.send_multipart([b"", self.count.to_bytes(8)])
+        while (frames := await self._socket.recv_multipart())[-1]:
+            self.count = int.from_bytes(frames[-2]) + 1
+        await until(lambda: self._are_read(client), within_s=60)
+
+    async def _are_read(self, client: httpx.AsyncClient) -> bool:
+        page, name = (await client.get("/metrics")).text, "kvroute_kv_events_messages_total{"
+        values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name)]
+        return sum(map(float, values)) >= self.count
+
+
+@pytest.fixture
+async def published(processes):
+    """`await published(URL)` asks the worker for its batches."""
+    context = zmq.asyncio.Context()
+    processes.callback(context.term)
+
+    async def open_(url: str) -> Published:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            sources = (await client.get(f"{url}/kv_event_sources")).json()
+        socket = context.socket(zmq.DEALER)
+        processes.callback(socket.close, 0)
+        socket.connect(sources["0"]["replay_endpoint"])
+        return Published(socket)
+
+    return open_
+
+
+class Traffic:
+    """Prompts in token ids: turns of chats, repeats, forks and new chats. Mutable."""
+
+    def __init__(self, seed: int) -> None:
+        self._chooser = random.Random(seed)
+        self._systems = [self._words(300, 900) for _ in range(3)]
+        self._chats: list[list[int]] = []
+
+    def prompt(self) -> list[int]:
+        choose = self._chooser
+        kind, known = choose.random(), [each for each in self._chats if len(each) < 1_600]
+        chat = choose.choice(known) if known else self._words(200, 1_200)
+        if kind < 0.35:
+            prompt = chat + self._words(20, 150)
+        elif kind < 0.5:
+            prompt = chat
+        elif kind < 0.6:
+            prompt = chat[: choose.randrange(1, len(chat))] + self._words(30, 200)
+        elif kind < 0.8:
+            prompt = choose.choice(self._systems) + self._words(30, 200)
+        else:
+            prompt = self._words(200, 1_200)
+        self._chats = [*self._chats[-7:], prompt]
+        return prompt
+
+    def _words(self, least: int, most: int) -> list[int]:
+        choose = self._chooser
+        return [choose.randrange(1 << 24, 1 << 25) for _ in range(choose.randrange(least, most))]
+
+
+@pytest.mark.parametrize(
+    ("groups", "capacity"),
+    [
+        (("mamba:64", "mamba:64", "mamba:64", "full_attention:64"), 2_000),
+        (("sliding_window:16:128", "full_attention:16"), 4_000),
+        (("full_attention:16", *("sliding_window:16:128",) * 5), 3_000),
+    ],
+    ids=["states", "a window", "many windows"],
+)
+async def test_hits_are_exact_while_some_groups_have_lost_what_others_hold(
+    serve, sim, published, groups, capacity
+):
+    """The groups share one pool, so the engine evicts the blocks of one group and computes whole prompts
+    again whose other blocks it has."""
+    options = [word for group in groups for word in ("--kv-group", group)]
+    size = ("--capacity-tokens", str(capacity))
+    url = await sim("--time-scale", "0", "--events", *size, *options, own=True)
+    sent = await published(url)
+    running = await serve("--worker", url, "--strategy", "kvaware")
+    traffic, wrong, hits, tokens = Traffic(36), [], 0, 0
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        await until(lambda: has_tokens(client), within_s=60, every_s=0.05)
+        for number in range(100):
+            prompt = traffic.prompt()
+            promised, found, _ = await predicted(client, "/v1/completions", prompt=prompt)
+            hits, tokens = hits + found, tokens + len(prompt)
+            if promised != found:
+                wrong.append((number, len(prompt), promised, found))
+            await sent.applied(client)
+    assert wrong == []
+    assert hits >= 0.2 * tokens, (hits, tokens)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])
+async def test_each_kind_that_covers_the_whole_prompt_is_found_from_its_start(serve, sim, published, kind):
+    url = await sim("--time-scale", "0", "--events", "--kv-group", f"{kind}:16", own=True)
+    sent = await published(url)
+    running = await serve("--worker", url, "--strategy", "kvaware")
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        await until(lambda: has_tokens(client), within_s=60, every_s=0.05)
+        prompt = [1 << 24 | number for number in range(1_000)]
+        results = []
+        for more in ([], [1, 2, 3], [4, 5, 6]):
+            results.append((await predicted(client, "/v1/completions", prompt=prompt + more))[:2])
+            await sent.applied(client)
+    assert results == [(0, 0), (992, 992), (992, 992)]
 
 
 async def test_with_a_prefix_match_unit_the_note_says_why_and_turns_stay_on_their_worker(start):

@@ -24,12 +24,16 @@ def engine_with(*groups: str, capacity: int = 100_000, **options: object) -> Gro
     return GroupedEngine(cache, chosen.timing)
 
 
-def found(engine: GroupedEngine, prompt: list[int], answer: int = 1) -> int:
-    """Cached tokens of one request."""
+def request_of(engine: GroupedEngine, prompt: list[int], answer: int) -> EngineRequest:
     layout = engine.cache.layout  # type: ignore[attr-defined]
     tokens = array("I", prompt + [9] * answer)
     keys = block_keys(tokens.tobytes(), block_bytes=4 * layout.hash_size, seed=CacheSpace("", "").seed)
-    request = EngineRequest(Chain(keys, tokens), len(prompt), answer)
+    return EngineRequest(Chain(keys, tokens), len(prompt), answer)
+
+
+def found(engine: GroupedEngine, prompt: list[int], answer: int = 1) -> int:
+    """Cached tokens of one request."""
+    request = request_of(engine, prompt, answer)
     engine.add(request)
     while engine.begin() is not None:
         engine.finish()
@@ -94,6 +98,20 @@ def test_partial_tails_let_a_hit_end_inside_a_block() -> None:
     found(engine, prompt)
 
     assert found(engine, prompt + words(50, 2)) == 192
+
+
+def test_a_prompt_that_needs_the_whole_pool_is_admitted_with_its_hit() -> None:
+    """The blocks of its hit are some of those that it needs."""
+    groups = ("sliding_window:16:64", "full_attention:16")
+    engine = engine_with(*groups, capacity=1024, max_batched_tokens=1024)
+    prompt = words(1024)
+    found(engine, prompt[:640])
+    request = request_of(engine, prompt, 1)
+    engine.add(request)
+    engine.begin()
+
+    assert engine.finish().finished == [request]
+    assert request.cached_tokens == 624
 
 
 def test_each_group_publishes_under_its_number_and_kind() -> None:

@@ -822,6 +822,12 @@ class GroupedEngine(SimEngine):
         tables: list[Table] = [[] for _ in cache.layout.groups]
         if request.reads_cache:
             hit, tables, longest = cache.longest_hit(request.chain, request.prompt_tokens)
+        # A block that the hit ends inside is copied, so it is needed besides the copy.
+        total -= sum(
+            block is not None
+            for group, table in zip(cache.layout.groups, tables, strict=True)
+            for block in table[: hit // group.block_size]
+        )
         if total + cache.idle_in(tables) > cache.available - self._reserved or cache.must_wait(tables):
             return False
         if request.report_full and hit:
