@@ -45,7 +45,7 @@ from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
-from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
+from kvroute.openai.bounded import MEMBERS_LIMIT, STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.kv_transfer import is_address
 from kvroute.openai.prefix_cache import SeenBodies, large_request
@@ -124,9 +124,14 @@ class BodyReader:
         Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
         """
         model = None
-        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(body)
+        is_decodable = error.limit != MEMBERS_LIMIT
+        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(
+            body, is_decodable=is_decodable
+        )
         if not why and self._planner.goes_by_model:
-            model, why = self._model_alone(endpoint, body)
+            why = "its model decides which workers serve it"
+            if is_decodable:
+                model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
         self._metrics.bodies_over_limit.labels(error.limit, outcome).inc()
         log.warning(
