@@ -29,6 +29,7 @@ from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
+from kvroute.gateway.decision_lines import Announce
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
@@ -180,7 +181,7 @@ class DataPlane:
         *,
         preparer: Preparer | None = None,
         queue: RequestQueue | None = None,
-        announce: Callable[[RequestPlan, Record], None] | None = None,
+        announce: Announce | None = None,
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
@@ -260,7 +261,7 @@ class DataPlane:
         self,
         session_keys: SessionKeys,
         bounded: Bounded,
-        announce: Callable[[RequestPlan, Record], None] | None,
+        announce: Announce | None,
     ) -> None:
         """Read the session keys of further requests from these sources. `bounded` reads their fields."""
         self.planner.set_session_keys(session_keys)
@@ -381,7 +382,7 @@ class DataPlane:
             if decision is not plan.decision:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
-            self._announce(plan, record)
+            self._announce(plan, record, None)
         if is_sagemaker:
             fields = with_adapter(fields, headers, plan.model)
         return self.start(plan, fields, record, client, entry)
@@ -583,7 +584,7 @@ class DataPlane:
         if entry is not None and self.queue is not None:
             client, on_end = self._accounted(self.queue, entry, plan, record, client)
         if plan.has_roles:
-            exchange = exchange_with_roles(deps, plan, record, fields, client, on_end)
+            exchange = exchange_with_roles(deps, plan, record, fields, client, on_end, self._announce)
         else:
             attempts = Attempts(deps.attempts, plan, record, fields)
             exchange = Exchange(deps, plan, record, attempts, client, on_end)
