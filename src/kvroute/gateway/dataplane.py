@@ -33,12 +33,13 @@ from kvroute.gateway.decision_lines import Announce
 from kvroute.gateway.downstream import Downstream, Headers, InFlightRequest, header
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.handover import exchange_with_roles
+from kvroute.gateway.handover import exchange_with_roles, without_encodings
 from kvroute.gateway.journal import Record
 from kvroute.gateway.metering import Meter, Pace
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
+from kvroute.gateway.queued_head import QueuedHead, may_have_queued_head
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.sagemaker import PATH as INVOCATIONS
 from kvroute.gateway.sagemaker import Invocations, with_adapter
@@ -340,11 +341,16 @@ class DataPlane:
             if entry is None:
                 entry = self._entry(self.queue, request, headers, record, owner)
                 if not self.queue.may_start(entry):
+                    head = self._queued_head(request, record, client)
+                    if head is not None:  # its stream must not be compressed
+                        client, fields = head, without_encodings(fields)
                     again = partial(
                         self.relay, request, target, headers, fields, record, client, owner, prepared, entry
                     )
                     waited = partial(self._relay_waited, record, entry, again)
-                    return self._wait(self.queue, entry, request.endpoint.errors, record, client, waited)
+                    return self._wait(
+                        self.queue, entry, request.endpoint.errors, record, client, waited, head
+                    )
             else:
                 now = started = self._now()
         trace = record.trace
@@ -526,6 +532,15 @@ class DataPlane:
         target = Target(self.planner.resolve(request.model), owner)
         return queue.entry(target, record.key, weight, priority, self.planner.session_of(request, headers))
 
+    def _queued_head(
+        self, request: InferenceRequest, record: Record, client: Downstream
+    ) -> QueuedHead | None:
+        """The client of a request that waits, if it may get its head meanwhile."""
+        waits = self.deps.streams
+        if waits is None or not waits.sends_queued_heads or not may_have_queued_head(request):
+            return None
+        return QueuedHead(client, request.endpoint.errors, record, waits, self.metrics)
+
     def _wait(
         self,
         queue: RequestQueue,
@@ -534,10 +549,13 @@ class DataPlane:
         record: Record,
         client: Downstream,
         start: Callable[[], InFlightRequest],
+        head: QueuedHead | None,
     ) -> WaitingRequest:
-        """A request that waits until the queue starts it."""
+        """A request that waits until the queue starts it. `head`: its client, if that sends heads."""
 
         def started() -> InFlightRequest:
+            if head is not None:
+                head.left_queue()
             exchange = start()
             self.admission.discard(waiting)
             return exchange
@@ -559,6 +577,8 @@ class DataPlane:
         waiting = WaitingRequest(queue, entry, started, on_refused, on_ended)
         record.model = entry.target.model
         self.admission.add(waiting)
+        if head is not None:
+            head.wait(self._now() - record.started)
         queue.wait(entry, waiting)
         return waiting
 

@@ -486,7 +486,7 @@ def exchange_with_roles(
     `announce` is called before the second leg of a request that is handed over.
     """
     screened = WithoutParams(client)
-    fields = _without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
+    fields = without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
     handover = plan.decision.handover
     if handover is None or plan.request is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
@@ -510,7 +510,7 @@ def exchange_with_roles(
     return HandoverExchange(deps, plan, record, legs, screened, on_end, _legs=legs, _screen=screened)
 
 
-def _without_encodings(fields: bytes) -> bytes:
+def without_encodings(fields: bytes) -> bytes:
     """The header lines `fields`, except those of Accept-Encoding."""
     lower, at = fields.lower(), -1
     while (at := lower.find(_ENCODINGS, at + 1)) >= 0:
