@@ -1,4 +1,4 @@
-"""What has arrived from the fleet, worked through in slices, so that the event loop never waits long for it."""
+"""What has arrived from the fleet, handled in slices, so that the event loop never waits long for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 SLICE: Final = 1024
 """Messages that are worked through in one iteration of the event loop. Each costs 10 to 20 us."""
 _ENVELOPE: Final = 2
-"""An envelope costs as much as so many messages, and one more for each `_BYTES`: to check and to decode it."""
+"""An envelope costs as much as so many messages, and one more per `_BYTES`: to check and to decode it."""
 _BYTES: Final = 8192
 _FULL_BYTES: Final = 1024 * 1024
 
