@@ -69,6 +69,13 @@ def _many_fields(size: int, model: str) -> Shot:
     return Shot(CHAT, _JSON, _object(model, "messages", b'[{"role":"user","content":"hi"}],' + fields))
 
 
+def _repeated(before: bytes, member: bytes, after: bytes, size: int, model: str) -> Shot:
+    """One object with the same member again and again. `before` and `after` are the body around them."""
+    members = b",".join([member] * (size // (len(member) + 1)))
+    path = CHAT if b"messages" in before else COMPLETIONS
+    return Shot(path, _JSON, b'{"model":%b,%b%b%b}' % (json.dumps(model).encode(), before, members, after))
+
+
 def _twice(size: int, model: str) -> Shot:
     again = b',"messages":' + _array(b"{}", size // 2)
     return Shot(CHAT, _JSON, _object(model, "messages", _array(b"{}", size // 2), again))
@@ -178,6 +185,16 @@ BODIES: Mapping[str, Build] = {
         _listed, CHAT, "messages", b'{"role":"user","content":[%b]}' % b",".join([b"{}"] * 1000), 16 * MB
     ),
     "twice_16mb": partial(_twice, 16 * MB),
+    "repeated_16mb": partial(_repeated, b"", b'"prompt":"a"', b"", 16 * MB),
+    "repeated_64mb": partial(_repeated, b"", b'"echo":1', b"", 64 * MB),
+    "repeated_model_16mb": partial(_repeated, b"", b'"model":"m"', b"", 16 * MB),
+    "repeated_in_message_16mb": partial(_repeated, b'"messages":[{', b'"role":1', b"}]", 16 * MB),
+    "repeated_in_part_16mb": partial(
+        _repeated, b'"messages":[{"role":"user","content":[{', b'"text":""', b"}]}]", 16 * MB
+    ),
+    "repeated_in_metadata_16mb": partial(
+        _repeated, b'"messages":[],"metadata":{', b'"session_id":1', b"}", 16 * MB
+    ),
     "fields_16mb": partial(_many_fields, 16 * MB),
     "fields_64mb": partial(_many_fields, 64 * MB),
     "tools_64mb": partial(_beside, "tools", lambda: _array(b'{"type":"function"}', 64 * MB)),

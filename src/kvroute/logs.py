@@ -52,8 +52,9 @@ class LoggingOptions(Options):
     routing_lines: Annotated[bool, Switch] = option(
         False,
         "Also log each decision, before the request is sent, as production-stack's router does: `Routing "
-        "request ID with session id S to URL at T, process time = D`. `kvroute vllm-router` sets it.",
-        higher="on: one more line per request",
+        "request ID with session id S to URL at T, process time = D`, for each leg of a request that two "
+        "workers compute. `kvroute vllm-router` sets it.",
+        higher="on: one or two more lines per request",
     )
 
 

@@ -385,6 +385,12 @@ class Metrics(Collector):
             "preferred request displaced it, or the deadline passed.",
             ["model", "key", "cause"],
         )
+        self.queue_heads = self._counter(
+            "kvroute_queue_heads",
+            "Event streams whose head was sent while they waited in the queue, by what followed: a worker's "
+            "answer, an error event (error), or nothing, because the client left (client).",
+            ["end"],
+        )
         self.isolated = self._counter(
             "kvroute_isolated_requests",
             "Requests that got a key space of their own, for their LoRA adapter or their tenant.",

@@ -32,6 +32,7 @@ ATTACKS = {
     "content_in_messages_16mb": 1.0,
     "text_prompts_64mb": 2.0,
     "fields_16mb": 1.0,
+    "repeated_64mb": 2.0,
     "nan_60mb": 2.0,
     "form_almost_64mb": 2.0,
     "blank_run_60mb": 2.0,
@@ -118,6 +119,37 @@ async def test_above_a_limit_a_body_travels_unread_where_nothing_depends_on_it(s
     name = 'kvroute_bodies_over_limit_total{limit="max_prompts",outcome="forwarded"}'
     assert await metric(gateway.url, name) == 1
     await gateway.logged("forwarded unread")
+
+
+REPEATED = [name for name in BODIES if name.startswith("repeated_")]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+async def test_a_body_of_too_many_members_is_decoded_nowhere(serve, sim, name):
+    """To decode them, or even to skip them, would hold all other requests in one piece."""
+    worker = await sim("--time-scale", "0", "--max-model-len", "100000000")
+    gateway = await serve("--worker", worker)
+    answer = await post(gateway.url, BODIES[name](MODEL))
+    by_name = await serve("--worker", worker, "--set", f"fleet.aliases.{ALIAS}={MODEL}")
+    refused = await post(by_name.url, BODIES[name](MODEL))
+
+    assert answer.status_code < 413, answer.text[:300]
+    counted = 'kvroute_bodies_over_limit_total{limit="max_json_members",outcome="%s"}'
+    assert await metric(gateway.url, counted % "forwarded") == 1
+    assert refused.status_code == 413
+    assert "server.max_json_members" in refused.json()["error"]["message"]
+    assert await metric(by_name.url, counted % "refused") == 1
+
+
+async def test_large_parameters_of_transfers_are_refused_before_they_are_decoded(serve, sim):
+    gateway = await serve("--worker", await sim("--time-scale", "0"))
+    params = b'{"lmcache.tag.a":[%b]}' % b",".join([b"1"] * 1_500_000)
+    body = b'{"model":"%b","prompt":"hi","max_tokens":1,"kv_transfer_params":%b}' % (MODEL.encode(), params)
+
+    answer = await post(gateway.url, Shot("/v1/completions", JSON, body))
+
+    assert answer.status_code == 400, answer.text[:300]
+    assert answer.json()["error"]["param"] == "kv_transfer_params"
 
 
 def embeddings(model: str, inputs: int = 4_097) -> Shot:

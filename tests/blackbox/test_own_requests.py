@@ -76,6 +76,26 @@ async def test_a_compressed_page_costs_no_memory(serve: StartServe) -> None:
         assert gateway.peak_rss_mb < MOST_MB
 
 
+@pytest.mark.parametrize(
+    ("items", "count"), [(b"{},", 700_000), (b'{"metadata":{"name":"a"}},', 50_000)], ids=["tiny", "named"]
+)
+async def test_a_list_of_far_more_pods_than_any_cluster_has_is_given_up(
+    serve: StartServe, items: bytes, count: int
+) -> None:
+    async def pods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        text = b'{"metadata":{"resourceVersion":"1"},"items":[%b]}' % (items * count)[:-1]
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + text)
+        await writer.drain()
+
+    async with tcp_server(pods) as port:
+        gateway = await serve(
+            "--set", "fleet.kubernetes.enabled=true", "--set", "fleet.kubernetes.namespace=llm",
+            "--set", f"fleet.kubernetes.api_url=http://127.0.0.1:{port}", workers=0,
+        )  # fmt: skip
+        await gateway.logged("10000 objects")
+
+
 async def test_a_list_of_pods_without_end_is_given_up(serve: StartServe) -> None:
     asked: list[int] = []
 

@@ -22,6 +22,7 @@ import yaml
 from tests.blackbox.test_discovery import PodApi, pod, pod_api
 from tests.support.sockets import free_port, tcp_server
 from tests.support.waiting import until
+from tests.support.workers import scripted_worker
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "production_stack"
@@ -248,6 +249,31 @@ async def test_prefixaware_keeps_growing_and_shrinking_prompts_together(run, wor
     together = [set(found[request_id]) for request_id in ids]
     assert all(len(each) == 1 for each in together)
     assert set(found[mixed]) == set.union(*together)
+
+
+async def test_both_legs_of_disaggregated_prefill_have_a_line(run, sim, tmp_path):
+    prefill, decode = [await sim("--model", MODEL, "--time-scale", "0", "--nixl") for _ in range(2)]
+    ids = [str(uuid.uuid4()) for _ in range(4)]
+    async with router(run, [prefill, decode], "disaggregated_prefill", tmp_path) as (gateway, client):
+        for request_id in ids:
+            await complete(client, request_id, f"{request_id}: a long prompt for two workers. " * 100)
+            await gateway.logged(f"Routing request {request_id} ", times=2)
+        found = await places(gateway, 2 * len(ids))
+
+    assert [found[request_id] for request_id in ids] == [[prefill, decode]] * len(ids)
+
+
+async def test_the_worker_that_answers_has_a_line_if_the_prefill_worker_refuses(run, sim, tmp_path):
+    async with scripted_worker({"id": MODEL, "object": "model"}) as broken:
+        broken.answer = b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\n{}"
+        decode = await sim("--model", MODEL, "--time-scale", "0", "--nixl")
+        request_id = str(uuid.uuid4())
+        async with router(run, [broken.url, decode], "disaggregated_prefill", tmp_path) as (gateway, client):
+            await complete(client, request_id, "A long prompt for two workers. " * 100)
+            await gateway.logged(f"Routing request {request_id} ", times=2)
+            found = await places(gateway, 2)
+
+    assert found[request_id] == [broken.url, decode]
 
 
 async def test_kvaware_answers_and_logs_its_decisions(run, workers, tmp_path):

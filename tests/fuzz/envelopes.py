@@ -71,6 +71,8 @@ class Link:
             pass
 
     def reconnect(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
     async def run(self) -> None: ...
 
 
@@ -257,6 +259,7 @@ async def fuzz_envelopes(count: int, seed: int, *, folder: Path | None = None) -
             began, error = time.process_time(), None
             try:
                 report.outcomes[envelopes.step()] += 1
+                await asyncio.sleep(0)  # the next slice of what waits
                 if number % 500 == 0:
                     envelopes.end()
                     envelopes.begin()

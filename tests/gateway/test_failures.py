@@ -13,7 +13,7 @@ from kvroute.errors import (
     WorkerTimeout,
     WorkerUnreachable,
 )
-from kvroute.gateway.failures import InternalError, answer_error, error_body, error_event
+from kvroute.gateway.failures import InternalError, answer_error, error_body, error_event, late_error_event
 from kvroute.openai.endpoints import ErrorShape
 
 ERROR = WorkerUnreachable("Gone.")
@@ -41,6 +41,33 @@ def test_error_events_are_separate_even_when_the_stream_was_cut_inside_an_event(
         data = last.split(b"data: ", 1)[1]
         assert "Gone." in json.dumps(json.loads(data))
         assert event.endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("shape", ErrorShape)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (error_body(ERROR), "Gone."),
+        (error_body(ERROR, ErrorShape.ANTHROPIC), "Gone."),
+        (b'{"object":"error","message":"too long","type":"BadRequestError","code":400}', "too long"),
+        (b'{"message":"a\\ud800\\nb","code":["x"],"param":1.5}', "a?\nb"),
+        (b'{"error":"a text"}', "status 400"),
+        (b'{"error":{"message":7}}', "status 400"),
+        (b'{"error":{"message":"cut', "status 400"),
+        (b"[" * 100_000, "status 400"),
+        (b"\xff\xfe", "status 400"),
+        (b"9" * 5_000, "status 400"),
+        (b"", "status 400"),
+    ],
+)
+def test_any_error_answer_becomes_one_event_of_the_endpoints_form(shape, body, message):
+    lines = late_error_event(400, body, shape).strip(b"\n").split(b"\n")
+
+    assert lines[:-1] == ([] if shape is ErrorShape.OPENAI else [b"event: error"])
+    data = json.loads(lines[-1].removeprefix(b"data: "))
+    inner = data if shape is ErrorShape.RESPONSES else data["error"]
+    assert message in inner["message"]
+    assert shape is not ErrorShape.RESPONSES or isinstance(inner["code"], str)
 
 
 class Answer:

@@ -41,6 +41,14 @@ def over(read):
     return raised.value.limit
 
 
+def members_of(value):
+    if isinstance(value, list):
+        return sum(map(members_of, value))
+    if isinstance(value, dict):
+        return sum(1 + members_of(each) for each in value.values())
+    return 0
+
+
 def values_of(value):
     """Values beside the outermost one, with the names of objects, which are strings too."""
     if isinstance(value, list):
@@ -54,12 +62,16 @@ leaves = st.none() | st.integers() | st.text(alphabet='a",[{\\]}é\n') | st.floa
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text('a"\\'), inner))
 
 
-def is_over(body, most, window):
+def left_of(body, limits, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SCANNED_BYTES", window)
         # Private: the public count first rules out small bodies, which are those that hypothesis makes.
-        over_it, _ = exhausted(Bounded(BodyLimits(max_json_values=most))._exceeds_outside_strings(body))
-    return over_it
+        left, _ = exhausted(Bounded(limits)._left_outside_strings(body, may_have_members=True))
+    return left
+
+
+def is_over(body, most, window):
+    return left_of(body, BodyLimits(max_json_values=most), window)[0] < 0
 
 
 @given(trees, st.booleans(), st.integers(3, 40))
@@ -71,6 +83,62 @@ def test_values_are_counted_outside_of_strings_as_json_loads_would(tree, ascii_o
 
     assert not is_over(body, 3 * true + 3, window)
     assert true < 9 or is_over(body, true // 3 - 3, window)
+
+
+@given(trees, st.booleans(), st.integers(3, 40))
+@settings(max_examples=100, deadline=None)
+def test_members_are_counted_as_json_loads_would(tree, ascii_only, window):
+    body, true = json.dumps(tree, ensure_ascii=ascii_only, indent=1).encode(), members_of(tree)
+
+    assert left_of(body, BodyLimits(max_json_members=true + 7), window)[1] == 7
+
+
+MANY = BodyLimits()._replace(max_json_members=1000)
+PAD = b'"pad":"%b"' % (b"x" * 2_200_000)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "around", "member"),
+    [
+        (COMPLETIONS, (b"", b""), b'"prompt":"a"'),
+        (COMPLETIONS, (b"", b""), b'"echo" :1'),
+        (COMPLETIONS, (b"", b""), b'"model":"m"'),
+        (COMPLETIONS, (b"", b""), b'"\\u0070rompt":"a"'),
+        (COMPLETIONS, (b"", b""), b'"unknown":1'),
+        (CHAT, (b'"messages":[{', b"}]"), b'"role":"user"'),
+        (CHAT, (b'"messages":[{"content":[{', b"}]}]"), b'"text":""'),
+        (CHAT, (b'"messages":[],"metadata":{', b"}"), b'"session_id":1'),
+        (CHAT, (b'"messages":[],"tools":[{"a":{', b"}}]"), b'"b":"c"'),
+        (RESPONSES, (b'"input":[{', b"}]"), b'"type":1'),
+        (RESPONSES, (b'"input":"hi","metadata":[', b"]"), b'{"a":1}'),
+    ],
+)
+def test_a_body_of_too_many_members_is_never_decoded(monkeypatch, endpoint, around, member):
+    bounded = Bounded(MANY)
+    start, end = around
+
+    def body(count):
+        return b"{%b,%b%b%b}" % (PAD, start, b",".join([member] * count), end)
+
+    assert exhausted(large_request(endpoint, body(900), "", bounded))[0].is_read
+    for name in ("fields", "messages", "parts", "prompts"):
+        monkeypatch.setattr(bounded, name, None)
+    assert over(lambda: exhausted(large_request(endpoint, body(1001), "", bounded))) == "max_json_members"
+
+
+def test_colons_within_a_text_are_no_members():
+    text = b'"%b"' % (b'{\\"a\\":1},' * 200_000)
+
+    assert len(prompts_of(large(b'{"prompt":%b}' % text, limits=MANY))) == 1
+
+
+def test_with_too_many_values_and_members_the_members_are_named():
+    """Such a body must not be read for its model either."""
+    limits = MANY._replace(max_json_values=2000)
+    body = b'{%b,"a":[%b],%b}' % (PAD, b",".join([b"1"] * 5000), b",".join([b'"model":"m"'] * 1001))
+
+    assert over(lambda: large(body, limits=limits)) == "max_json_members"
+    assert over(lambda: large(body, limits=limits._replace(max_json_members=2000))) == "max_json_values"
 
 
 def test_commas_within_a_text_are_no_values():

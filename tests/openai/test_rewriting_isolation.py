@@ -132,6 +132,16 @@ def test_a_client_cannot_name_an_adapters_key_space(body):
         check_uses_no_key_space(request(body))
 
 
+@pytest.mark.parametrize("member", ["cache_salt", "kv_transfer_params"])
+def test_long_salts_and_parameters_are_refused_before_they_are_decoded(monkeypatch, member):
+    monkeypatch.setattr("kvroute.openai.rewriting._mentions", None)
+    body = {member: {"lmcache.tag.a": [1] * 300_000}}
+
+    with pytest.raises(InvalidRequest, match="is longer than") as caught:
+        check_uses_no_key_space(request(body))
+    assert caught.value.param == member
+
+
 def test_other_salts_and_tags_are_the_clients_own():
     check_uses_no_key_space(request({"cache_salt": "t", "kv_transfer_params": {"lmcache.tag.a": "kvroute"}}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -65,6 +66,10 @@ class Link:
         bus.links.append(self)
 
     def wake(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def reconnect(self) -> None:
         self.reconnects += 1
@@ -329,6 +334,42 @@ async def test_a_member_that_leaves_is_gone_at_once(two, bus):
     assert other.channel.counts.deaths == 0
 
 
+def batch_of(member: Member, *messages) -> bytes:
+    payload = msgspec.msgpack.encode(messages)
+    channel = member.channel
+    channel._seq += 1
+    envelope = Envelope(Kind.BATCH, channel._gateway, channel.id, TO_ALL, channel._seq, 0.0, payload, True)
+    return pack(envelope, KEY.encode())
+
+
+async def test_very_many_messages_at_once_are_handled_in_slices_and_in_order(two):
+    one, other = two
+    before = len(other.listener.received)
+    other.channel.on_data(batch_of(one, *[Finished(number) for number in range(8192)]))
+    other.channel.on_data(batch_of(one, FirstToken(1)))
+    counts = []
+    while len(other.listener.received) < before + 8193:
+        counts.append(len(other.listener.received))
+        await asyncio.sleep(0)
+        assert len(counts) < 1000
+
+    assert max(later - earlier for earlier, later in pairwise([before, *counts])) <= 1024
+    received = [message for _, message in other.listener.received[before:]]
+    assert received == [*[Finished(number) for number in range(8192)], FirstToken(1)]
+
+
+async def test_what_a_member_said_before_it_was_found_dead_does_not_count_afterwards(two, bus, clock):
+    one, other = two
+    other.channel.on_data(batch_of(one, *[Finished(number) for number in range(8192)]))
+    member = other.channel._members[one.channel.id]
+    other.channel._gone(member)
+    handled = len(other.listener.received)
+    await clock.settle()
+
+    assert len(other.listener.received) == handled
+    assert other.listener.links[-1] == ("lost", one.id)
+
+
 async def test_redis_that_is_away_is_noted_and_nothing_grows_without_bound(bus, clock):
     async with AsyncExitStack() as stack:
         one, other = Member(bus, clock, "one", max_queued_bytes=64 * 1024), Member(bus, clock, "other")
@@ -344,6 +385,9 @@ async def test_redis_that_is_away_is_noted_and_nothing_grows_without_bound(bus, 
         one.link.open()
         one.channel.flush()
         bus.pump()
+        await clock.settle()  # the rest is received in slices
+        bus.pump()
+        await clock.settle()
         assert one.channel.notes() == []
         assert other.channel.counts.missed == one.channel.counts.dropped
         assert other.state_of(one) == "alive"

@@ -179,6 +179,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "queue_waiting": "How many requests wait for a free worker?",
             "queue_wait_seconds": "How long do they wait?",
             "queue_shed": "How many are refused, and why?",
+            "queue_heads": "What becomes of streams that got their head in the queue?",
             "certificate_expiry_timestamp_seconds": "When must a certificate be renewed?",
             "tls_handshakes": "Why do TLS connections fail?",
             "tls_reloads": "Was a new certificate loaded?",

@@ -29,16 +29,18 @@ from kvroute.fleet.worker import WorkerId
 from kvroute.gateway.access import Admission, KeyCheck
 from kvroute.gateway.attempts import Attempts
 from kvroute.gateway.client_keys import KnownClient, check_model, tenant_of
+from kvroute.gateway.decision_lines import Announce
 from kvroute.gateway.downstream import Downstream, InFlightRequest
 from kvroute.gateway.exchange import CLIENT_LEFT, Exchange, ExchangeDeps
 from kvroute.gateway.failures import InternalError, refuse
-from kvroute.gateway.handover import exchange_with_roles
+from kvroute.gateway.handover import exchange_with_roles, without_encodings
 from kvroute.gateway.headers import Headers, header
 from kvroute.gateway.journal import Record
 from kvroute.gateway.metering import Meter, Pace
 from kvroute.gateway.planner import STRATEGY_HEADER, Planner, RequestPlan, StoredResponses
 from kvroute.gateway.poison import LostRequests
 from kvroute.gateway.preparation import PendingExchange, Prepared, Preparer
+from kvroute.gateway.queued_head import QueuedHead, may_have_queued_head
 from kvroute.gateway.request_queue import RequestQueue, WaitingRequest, requested_priority
 from kvroute.gateway.sagemaker import PATH as INVOCATIONS
 from kvroute.gateway.sagemaker import Invocations, with_adapter
@@ -46,7 +48,7 @@ from kvroute.gateway.session_keys import SessionKeys
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.waiting import QueueEntry, Target
 from kvroute.metrics import Metrics
-from kvroute.openai.bounded import STEPWISE_BYTES, UNREADABLE, Bounded
+from kvroute.openai.bounded import MEMBERS_LIMIT, STEPWISE_BYTES, UNREADABLE, Bounded
 from kvroute.openai.endpoints import BodyKind, Endpoint, ErrorShape
 from kvroute.openai.kv_transfer import is_address
 from kvroute.openai.prefix_cache import SeenBodies, large_request
@@ -125,9 +127,14 @@ class BodyReader:
         Raises InvalidRequest and ModelNotFound, if the model's name cannot be one.
         """
         model = None
-        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(body)
+        is_decodable = error.limit != MEMBERS_LIMIT
+        why = self._planner.why_body_is_read(endpoint) or self._planner.why_not_unread(
+            body, is_decodable=is_decodable
+        )
         if not why and self._planner.goes_by_model:
-            model, why = self._model_alone(endpoint, body)
+            why = "its model decides which workers serve it"
+            if is_decodable:
+                model, why = self._model_alone(endpoint, body)
         outcome = "refused" if why else "forwarded"
         self._metrics.bodies_over_limit.labels(error.limit, outcome).inc()
         log.warning(
@@ -176,7 +183,7 @@ class DataPlane:
         *,
         preparer: Preparer | None = None,
         queue: RequestQueue | None = None,
-        announce: Callable[[RequestPlan, Record], None] | None = None,
+        announce: Announce | None = None,
         bounded: Bounded | None = None,
         worker_authorization: bytes | None,
         drops_authorization: bool,
@@ -252,7 +259,7 @@ class DataPlane:
         self,
         session_keys: SessionKeys,
         bounded: Bounded,
-        announce: Callable[[RequestPlan, Record], None] | None,
+        announce: Announce | None,
     ) -> None:
         """Read the session keys of further requests from these sources. `bounded` reads their fields."""
         self.planner.set_session_keys(session_keys)
@@ -331,11 +338,16 @@ class DataPlane:
             if entry is None:
                 entry = self._entry(self.queue, request, headers, record, owner)
                 if not self.queue.may_start(entry):
+                    head = self._queued_head(request, record, client)
+                    if head is not None:  # its stream must not be compressed
+                        client, fields = head, without_encodings(fields)
                     again = partial(
                         self.relay, request, target, headers, fields, record, client, owner, prepared, entry
                     )
                     waited = partial(self._relay_waited, record, entry, again)
-                    return self._wait(self.queue, entry, request.endpoint.errors, record, client, waited)
+                    return self._wait(
+                        self.queue, entry, request.endpoint.errors, record, client, waited, head
+                    )
             else:
                 now = started = self._now()
         trace = record.trace
@@ -373,7 +385,7 @@ class DataPlane:
             if decision is not plan.decision:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
-            self._announce(plan, record)
+            self._announce(plan, record, None)
         if is_sagemaker:
             fields = with_adapter(fields, headers, plan.model)
         return self.start(plan, fields, record, client, entry)
@@ -517,6 +529,15 @@ class DataPlane:
         target = Target(self.planner.resolve(request.model), owner)
         return queue.entry(target, record.key, weight, priority, self.planner.session_of(request, headers))
 
+    def _queued_head(
+        self, request: InferenceRequest, record: Record, client: Downstream
+    ) -> QueuedHead | None:
+        """The client of a request that waits, if it may get its head meanwhile."""
+        waits = self.deps.streams
+        if waits is None or not waits.sends_queued_heads or not may_have_queued_head(request):
+            return None
+        return QueuedHead(client, request.endpoint.errors, record, waits, self.metrics)
+
     def _wait(
         self,
         queue: RequestQueue,
@@ -525,10 +546,13 @@ class DataPlane:
         record: Record,
         client: Downstream,
         start: Callable[[], InFlightRequest],
+        head: QueuedHead | None,
     ) -> WaitingRequest:
-        """A request that waits until the queue starts it."""
+        """A request that waits until the queue starts it. `head`: its client, if that sends heads."""
 
         def started() -> InFlightRequest:
+            if head is not None:
+                head.left_queue()
             exchange = start()
             self.admission.discard(waiting)
             return exchange
@@ -550,6 +574,8 @@ class DataPlane:
         waiting = WaitingRequest(queue, entry, started, on_refused, on_ended)
         record.model = entry.target.model
         self.admission.add(waiting)
+        if head is not None:
+            head.wait(self._now() - record.started)
         queue.wait(entry, waiting)
         return waiting
 
@@ -575,7 +601,7 @@ class DataPlane:
         if entry is not None and self.queue is not None:
             client, on_end = self._accounted(self.queue, entry, plan, record, client)
         if plan.has_roles:
-            exchange = exchange_with_roles(deps, plan, record, fields, client, on_end)
+            exchange = exchange_with_roles(deps, plan, record, fields, client, on_end, self._announce)
         else:
             attempts = Attempts(deps.attempts, plan, record, fields)
             exchange = Exchange(deps, plan, record, attempts, client, on_end)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from urllib.parse import quote
 
 from kvroute.clock import Clock
+from kvroute.fleet.worker import Worker
 from kvroute.gateway.journal import Record
 from kvroute.gateway.planner import RequestPlan
 from kvroute.logs import LoggingOptions
@@ -23,8 +24,9 @@ _CREDENTIALS = frozenset(
 )
 _PRINTABLE = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _READS_CACHES = frozenset(name for name, strategy in STRATEGIES.items() if strategy.needs is Needs.TOKENS)
-Announce: TypeAlias = Callable[[RequestPlan, Record], None]
-"""Called with each plan before its request is sent."""
+Announce: TypeAlias = Callable[[RequestPlan, Record, Worker | None], None]
+"""Called with each plan before its request is sent. If one worker computes the prompt and another one
+answers: once more, with that worker, before the second leg is sent."""
 
 
 def worker_registered(instance: str) -> None:
@@ -32,10 +34,10 @@ def worker_registered(instance: str) -> None:
     log.info("Worker registered: %s", instance)
 
 
-def routed(plan: RequestPlan, _record: Record) -> None:
+def routed(plan: RequestPlan, _record: Record, second: Worker | None = None) -> None:
     """Log that a request is about to be sent, for strategies that read the workers' caches."""
     decision = plan.decision
-    if decision.strategy not in _READS_CACHES:
+    if second is not None or decision.strategy not in _READS_CACHES:
         return
     if decision.reason is RouteReason.KV_HIT or decision.ranking[0].matched_tokens:
         log.info("Routing request to %s found by kvaware router", decision.ranking[0].worker.id)
@@ -46,12 +48,24 @@ def routed(plan: RequestPlan, _record: Record) -> None:
 def routing_lines(clock: Clock, session_keys: Sequence[str]) -> Announce:
     """The function that logs each plan as production-stack's router does (a6c01db, `request.py`).
 
+    It has a line for each leg of `disaggregated_prefill`: the first one names the prefill worker, and the
+    process time of the second one begins when the first leg has ended.
+
     `session_keys` are the sources of `routing.session.keys`. A session key that may be a credential is shown
     as a hash.
     """
     is_secret = any(text.lower() in _CREDENTIALS for text in session_keys)
 
-    def routed(plan: RequestPlan, record: Record) -> None:
+    def routed(plan: RequestPlan, record: Record, second: Worker | None = None) -> None:
+        decision, began = plan.decision, record.started
+        if second is not None:
+            worker = second
+            if record.handover is not None:
+                began = record.handover.prefilled or began
+        elif decision.handover is not None:
+            worker = decision.handover.prefill.worker
+        else:
+            worker = decision.ranking[0].worker
         session = plan.query.session_key
         if session is None:
             shown = "None"
@@ -64,9 +78,9 @@ def routing_lines(clock: Clock, session_keys: Sequence[str]) -> Announce:
             "Routing request %s with session id %s to %s at %s, process time = %.4f",
             record.request_id.decode(),
             shown,
-            plan.decision.ranking[0].worker.spec.url,
+            worker.spec.url,
             clock.wall(),
-            clock.now() - record.started,
+            clock.now() - began,
         )
 
     return routed
@@ -80,8 +94,8 @@ def announcer(options: LoggingOptions, clock: Clock, session_keys: Sequence[str]
     if theirs is None:
         return routed
 
-    def both(plan: RequestPlan, record: Record) -> None:
-        routed(plan, record)
-        theirs(plan, record)
+    def both(plan: RequestPlan, record: Record, second: Worker | None) -> None:
+        routed(plan, record, second)
+        theirs(plan, record, second)
 
     return both

@@ -29,18 +29,29 @@ _ANTHROPIC_TYPES: Final = {
 """Error types of Anthropic's API by HTTP status (its documentation, "Errors"); its own overload is 529."""
 
 
+_TYPES: Final = ("invalid_request_error", "server_error")
+
+
 def error_body(error: GatewayError, shape: ErrorShape = ErrorShape.OPENAI, trace_id: str = "") -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; for Anthropic also `"type": "error"` beside
     `error`, and `error.type` is one of Anthropic's types."""
-    inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
+    inner = _members(error)
     if trace_id:
         inner["trace_id"] = trace_id
-    whole: dict[str, object] = {}
+    return _body(inner, error.status, shape)
+
+
+def _members(error: GatewayError) -> dict[str, object]:
+    return {"message": error.message, "type": error.type, "param": error.param, "code": error.error_code}
+
+
+def _body(members: dict[str, object], status: int, shape: ErrorShape) -> bytes:
+    whole: dict[str, object] = {"error": members}
     if shape is ErrorShape.ANTHROPIC:
-        whole["type"] = "error"
-        default = "invalid_request_error" if error.status < 500 else "api_error"
-        inner["type"] = _ANTHROPIC_TYPES.get(error.status, default)
-    return json.dumps({**whole, "error": inner}, ensure_ascii=False).encode()
+        default = "invalid_request_error" if status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(status, default)
+        whole = {"type": "error", "error": {**members, "type": kind}}
+    return json.dumps(whole, ensure_ascii=False).encode()
 
 
 def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
@@ -48,18 +59,49 @@ def error_event(error: GatewayError, shape: ErrorShape) -> bytes:
 
     It starts with a blank line, which ends an event that was cut off.
     """
+    return _event(_members(error), error.status, shape)
+
+
+def late_error_event(status: int, body: bytes, shape: ErrorShape) -> bytes:
+    """Like `error_event`, for an error answer with this body, of this gateway or of a worker.
+
+    Its message, type and code are kept if the body has them as JSON.
+    """
+    members: dict[str, object] = {
+        "message": f"The worker answered with the status {status} and no event stream.",
+        "type": _TYPES[status >= 500],
+        "param": None,
+        "code": status,
+    }
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        inner = found.get("error", found)
+        if isinstance(inner, dict) and isinstance(inner.get("message"), str):
+            for name in (*members, "trace_id"):
+                value = inner.get(name)
+                if isinstance(value, str):  # which a worker may have written with half a surrogate pair
+                    value = value.encode("utf-8", "replace").decode()
+                if name in inner and isinstance(value, str | int | None):
+                    members[name] = value
+    return _event(members, status, shape)
+
+
+def _event(members: dict[str, object], status: int, shape: ErrorShape) -> bytes:
     if shape is ErrorShape.RESPONSES:
+        code = members["code"]
         data = {
             "type": "error",
-            "code": error.error_code,
-            "message": error.message,
-            "param": error.param,
+            "code": str(code) if isinstance(code, int) else code,  # vLLM's codes are numbers, OpenAI's texts
+            "message": members["message"],
+            "param": members["param"],
             "sequence_number": 0,
         }
         return b"\n\nevent: error\ndata: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
-    if shape is ErrorShape.ANTHROPIC:
-        return b"\n\nevent: error\ndata: " + error_body(error, shape) + b"\n\n"
-    return b"\n\ndata: " + error_body(error) + b"\n\n"
+    start = b"\n\nevent: error\ndata: " if shape is ErrorShape.ANTHROPIC else b"\n\ndata: "
+    return start + _body(members, status, shape) + b"\n\n"
 
 
 def answer_error(

@@ -38,6 +38,7 @@ from kvroute.errors import (
 from kvroute.fleet.worker import HealthState, Worker
 from kvroute.gateway import back_pressure
 from kvroute.gateway.attempts import Attempts
+from kvroute.gateway.decision_lines import Announce
 from kvroute.gateway.downstream import Downstream, Forwarding
 from kvroute.gateway.exchange import Exchange, ExchangeDeps, usage_in, usage_of_whole
 from kvroute.gateway.failures import InternalError
@@ -124,6 +125,8 @@ class HandoverAttempts(Attempts, kw_only=True):
     progress: HandoverRecord
     """The same object as `Record.handover`."""
     phase: _Phase = _NEW
+    announce: Announce | None = None
+    """Called before the worker that answers gets the request; None afterwards."""
     _params: bytes | None = None
     """Where the blocks are, from the first leg until the second one has begun or failed."""
     _accounts: HandoverDispatch | None = None
@@ -160,10 +163,17 @@ class HandoverAttempts(Attempts, kw_only=True):
     ) -> None:
         if self.phase is _PREFILL:
             self._send_first_leg(listener, fresh)
-        elif self._params is not None and candidate.worker is not self.handover.prefill.worker:
+            return
+        self._say_who_answers(candidate)
+        if self._params is not None and candidate.worker is not self.handover.prefill.worker:
             self._send_second_leg(candidate, self._params, listener, fresh)
         else:
             Attempts._send(self, candidate, listener, fresh, body, tail, is_leg=is_leg, limit_s=limit_s)
+
+    def _say_who_answers(self, candidate: Candidate) -> None:
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce(self._plan, self._record, candidate.worker)
 
     def _send_first_leg(self, listener: AnswerListener, fresh: bool = False) -> None:
         plan, prefill, fields, trace = self._plan, self.handover.prefill, self._fields, self._record.trace
@@ -249,6 +259,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         self._accounts = None
         progress.prefilled, progress.prefill_s = now, now - self._began
         self.candidate, self.phase, self._params = candidate, _DECODE, params
+        self._say_who_answers(candidate)
         self._send_second_leg(candidate, params, listener)
         if deps.on_sent is not None:
             deps.on_sent(self._plan.query, candidate)
@@ -468,10 +479,14 @@ def exchange_with_roles(
     fields: bytes,
     client: Downstream,
     on_end: Callable[[Exchange], object],
+    announce: Announce | None = None,
 ) -> Exchange:
-    """The exchange of a request in a fleet with roles, handed over or not."""
+    """The exchange of a request in a fleet with roles, handed over or not.
+
+    `announce` is called before the second leg of a request that is handed over.
+    """
     screened = WithoutParams(client)
-    fields = _without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
+    fields = without_encodings(fields)  # in a compressed answer they could be neither read nor hidden
     handover = plan.decision.handover
     if handover is None or plan.request is None:
         return Exchange(deps, plan, record, Attempts(deps.attempts, plan, record, fields), screened, on_end)
@@ -490,11 +505,12 @@ def exchange_with_roles(
         _options=options,
         _connector=CONNECTORS[options.connector],
         progress=progress,
+        announce=announce,
     )
     return HandoverExchange(deps, plan, record, legs, screened, on_end, _legs=legs, _screen=screened)
 
 
-def _without_encodings(fields: bytes) -> bytes:
+def without_encodings(fields: bytes) -> bytes:
     """The header lines `fields`, except those of Accept-Encoding."""
     lower, at = fields.lower(), -1
     while (at := lower.find(_ENCODINGS, at + 1)) >= 0:

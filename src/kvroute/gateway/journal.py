@@ -143,6 +143,9 @@ class Record(Struct, eq=False, gc=False):
     """Whether the answer is an event stream."""
     head_worker: str = ""
     """The worker whose head the client has got, if another one sent the events."""
+    queued_head: bool = False
+    """The client has got the head of an event stream while the request waited for a permit. Another status
+    than 200 is then that of an error event."""
     is_unseen: bool = False
     """The answer does not pass this process (`epp`), so that a stream has no first byte here."""
     trace_id: str = ""
@@ -351,6 +354,8 @@ def _line(record: Record, duration: float, text: str) -> str:
         line += f" head_worker={record.head_worker}"
     if record.queued_s:
         line += f" queued={record.queued_s:.4f}"
+    if record.queued_head:
+        line += " queued_head=true"
     if (handover := record.handover) is not None:
         line += f" prefill_worker={handover.prefill_worker} moved={handover.moved_tokens}"
         if handover.prefill_s is not None:
@@ -398,6 +403,8 @@ def _fields(record: Record, duration: float, strategy: str, reason: str) -> dict
         fields["reported_cached_tokens"] = record.usage.cached_tokens
     if record.queued_s:
         fields["queue_wait_s"] = round(record.queued_s, 6)
+    if record.queued_head:
+        fields["queued_head"] = True
     if record.handover is not None:
         fields |= _described_handover(record.handover)
     for name in ("key", "parent_worker", "head_worker", "error", "ended_by", "trace_id"):
@@ -428,6 +435,8 @@ def _described(wall: float, duration: float, record: Record) -> dict[str, Any]:
         entry["head_worker"] = record.head_worker
     if record.queued_s:
         entry["queue_wait_s"] = record.queued_s
+    if record.queued_head:
+        entry["queued_head"] = True
     if record.handover is not None:
         entry |= _described_handover(record.handover)
     if record.decision is not None:

@@ -263,9 +263,12 @@ class Planner:
             return "it may continue a stored response"
         return next((why for rule in self._content_rules if (why := rule())), "")
 
-    def why_not_unread(self, body: bytes) -> str:
-        """Why this body must not be forwarded unread, which otherwise nothing depends on; "" if it may be."""
-        is_risk = not self._trusts_clients and may_direct_engine(body)
+    def why_not_unread(self, body: bytes, *, is_decodable: bool = True) -> str:
+        """Why this body must not be forwarded unread, which otherwise nothing depends on; "" if it may be.
+
+        See `may_direct_engine` for `is_decodable`.
+        """
+        is_risk = not self._trusts_clients and may_direct_engine(body, is_decodable=is_decodable)
         return "it may name the host from which a worker takes KV" if is_risk else ""
 
     @property

@@ -5,8 +5,10 @@ Some clients give up when no head comes (`openai` for node, opencode), and some 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvroute.gateway.wait_queue import WaitQueue
-from kvroute.options import Options, option
+from kvroute.options import Options, Switch, option
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of event streams ignore (WHATWG HTML, 9.2.5)."""
@@ -32,6 +34,13 @@ class StreamOptions(Options):
         lower="clients with a short timeout do not give up",
         ge=0,
     )
+    head_while_queued: Annotated[bool, Switch] = option(
+        False,
+        "Also send the head of an event stream after `head_wait_s` while its request waits in the gateway's "
+        "queue (`admission`), and then comments as `keep_alive_s` says. Such a request cannot be answered "
+        "429 or 503 any more: that becomes an error event in the stream. The head names no worker.",
+        higher="on: clients with a short timeout do not give up while they wait in the queue",
+    )
     keep_alive_s: float = option(
         15.0,
         "After this long without any byte, a client of an event stream whose head it has got is sent an SSE "
@@ -52,6 +61,7 @@ class StreamWaits:
     def configure(self, options: StreamOptions) -> None:
         """Change the limits for further waits; those that have begun keep theirs."""
         self.head_wait_s, self.keep_alive_s = options.head_wait_s, options.keep_alive_s
+        self.sends_queued_heads = options.head_while_queued and options.head_wait_s > 0
         self.head = WaitQueue("stream_head", options.head_wait_s)
         self.silence = WaitQueue("stream_silence", options.keep_alive_s)
 
@@ -86,6 +96,11 @@ class WholeEvents:
             return data
         self.held = data[end:]
         return data[:end]
+
+
+def answers(worker: str) -> bytes:
+    """The comment of a stream whose head was sent before a worker was chosen."""
+    return b": worker %b answers\n\n" % worker.encode()
 
 
 def moved(lost: str, answering: str) -> bytes:

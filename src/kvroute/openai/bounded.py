@@ -102,7 +102,7 @@ SMALL_BYTES: Final = 65_536
 """A body up to this size is decoded without counting its values first: at most about 20,000 objects."""
 STEPWISE_BYTES: Final = 1_048_576
 """A larger body is read in steps; other requests run between the steps."""
-_UNCOUNTED_BYTES: Final = 4_194_304
+_UNCOUNTED_BYTES: Final = 2_097_152
 """The values of a larger body are counted before any decoding."""
 _WINDOW_BYTES: Final = 4_194_304
 """Bytes of a body in which characters are counted in one step."""
@@ -110,6 +110,8 @@ _SCANNED_BYTES: Final = 262_144
 """Bytes of a body in which characters outside of strings are counted in one step."""
 _PIECE_BYTES: Final = 131_072
 """Bytes of a list of token ids that are decoded in one step."""
+MEMBERS_LIMIT: Final = "max_json_members"
+"""The limit of `BodyLimits` above which a body is not even read for its model alone."""
 _READ_FIELDS: Final = (
     *("model", "stream", "messages", "cache_salt", "prompt", "input", "query", "text_1", "queries", "text_2"),
     *("suffix", "previous_response_id", "kv_transfer_params", *BEFORE_MESSAGES),
@@ -134,6 +136,7 @@ class BodyLimits(NamedTuple):
     max_token_ids: int = 2_097_152
     max_json_values: int = 4_194_304
     max_form_parts: int = 1_000
+    max_json_members: int = 262_144
 
 
 class Bounded:
@@ -272,45 +275,60 @@ class Bounded:
             yield
 
     def values(self, body: bytes) -> Steps:
-        """Count the JSON values of a large body up to the limit, in steps. Raises OverLimit.
+        """Count the JSON values and the members of a large body up to their limits, in steps.
 
-        Counting all separators is quick and never too low. If that count exceeds the limit, only separators
-        outside of strings are counted.
+        Raises OverLimit; if both limits are exceeded, for the members. Counting all separators and colons is
+        quick and never too low. If a count exceeds its limit, only those outside of strings are counted.
         """
+        # A value that is skipped costs about 10 ns, a member that the gateway reads up to 100 ns, also if
+        # another one of the same name follows.
         if len(body) <= _UNCOUNTED_BYTES:
             return
         most = self.limits.max_json_values
-        separators = quotes = 0
-        for start in range(0, len(body), _WINDOW_BYTES):
-            separators += _separators(body, start, start + _WINDOW_BYTES)
-            yield
-            if separators > most:
-                break
-        else:
-            return
+        values = members = quotes = 0
         for start in range(0, len(body), _WINDOW_BYTES):
             stop = start + _WINDOW_BYTES
-            quotes += body.count(b'"', start, stop) - body.count(b'\\"', max(0, start - 1), stop)
+            values += _separators(body, start, stop)
+            members += body.count(b":", start, stop)
             yield
-            if quotes > 2 * most:  # two unescaped ones for each string
-                break
-        if quotes > 2 * most or (yield from self._exceeds_outside_strings(body)):
+        has_many_members = members > self.limits.max_json_members
+        if values <= most and not has_many_members:
+            return
+        if not has_many_members:
+            for start in range(0, len(body), _WINDOW_BYTES):
+                stop = start + _WINDOW_BYTES
+                quotes += body.count(b'"', start, stop) - body.count(b'\\"', max(0, start - 1), stop)
+                yield
+                if quotes > 2 * most:  # two unescaped ones for each string
+                    raise self.over("max_json_values", "JSON values")
+        values, members = yield from self._left_outside_strings(body, may_have_members=has_many_members)
+        if members < 0:
+            raise self.over(MEMBERS_LIMIT, "members in its JSON objects")
+        if values < 0:
             raise self.over("max_json_values", "JSON values")
 
-    def _exceeds_outside_strings(self, body: bytes) -> Steps:
-        left, at, end = self.limits.max_json_values, 0, len(body)
-        while at < end and left >= 0:
+    def _left_outside_strings(
+        self, body: bytes, *, may_have_members: bool
+    ) -> Generator[None, None, tuple[int, int]]:
+        """How many more values and members the body could have; a negative number ends the count.
+
+        Without `may_have_members` only values are too many.
+        """
+        values, members = self.limits.max_json_values, self.limits.max_json_members
+        at, end = 0, len(body)
+        while at < end and members >= 0 and (values >= 0 or may_have_members):
             ahead = min(at + _SCANNED_BYTES, end)
             stop = _complete_strings(body, at, ahead).end()
             if stop > at:
                 outside, strings = _strings(b"", body[at:stop])
-                left -= strings + _separators(outside, 0, len(outside))
+                values -= strings + _separators(outside, 0, len(outside))
+                members -= outside.count(b":")
                 at = stop
                 yield
                 continue
             # A string that is longer than one step.
             at += 1
-            left -= 1
+            values -= 1
             while at < end:
                 stop = _rest_of_string(body, at, min(at + _SCANNED_BYTES, end)).end()
                 if body[stop : stop + 1] == b'"':
@@ -318,7 +336,7 @@ class Bounded:
                     break
                 at = stop if stop > at else at + 2  # the end of the step is within an escape sequence
                 yield
-        return left < 0
+        return values, members
 
 
 _strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL).subn

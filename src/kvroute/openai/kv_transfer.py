@@ -22,7 +22,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from kvroute.errors import InvalidRequest
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import BodyKind
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.request import InferenceRequest, transfer_params_of
 
 PARAMS: Final = "kv_transfer_params"
 _XARGS: Final = "vllm_xargs"
@@ -83,6 +83,14 @@ class _Body(Struct, gc=False):
 _decode_body = msgspec.json.Decoder(_Body).decode
 
 
+class _Xargs(Struct, gc=False):
+    kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+
+
+_decode_xargs = msgspec.json.Decoder(_Xargs).decode
+
+
 class _Kept(Struct, gc=False):
     remote_prefill_cached_tokens: int | None = None
 
@@ -130,14 +138,14 @@ def check_params(request: InferenceRequest) -> None:
     """
     xargs, encoder, request_id = request.engine_members or (UNSET, UNSET, UNSET)
     if xargs is not UNSET:
-        for name in (PARAMS, _ENCODER_PARAMS):
-            if name in _members_of(xargs):
+        for name, value in zip((PARAMS, _ENCODER_PARAMS), _transfers_in(xargs), strict=True):
+            if value is not UNSET:
                 raise _decided_here(f"{_XARGS}.{name}")
     if encoder is not UNSET and bytes(encoder) not in _EMPTY:
         raise _decided_here(_ENCODER_PARAMS)
     if request_id is not UNSET and is_address(_text_of(request_id)):
         raise _decided_here("request_id")
-    raw = request.kv_transfer_params
+    raw = transfer_params_of(request)
     if raw is None or bytes(raw) == b"null":
         return
     try:
@@ -170,12 +178,13 @@ def _text_of(raw: Raw) -> bytes:
         return bytes(raw)
 
 
-def _members_of(raw: Raw) -> Mapping[str, Raw]:
-    """The members of an object; none if it is something else, which the worker refuses."""
+def _transfers_in(xargs: Raw) -> tuple[object, object]:
+    """The parameters of both transfers in `vllm_xargs`; UNSET if it is no object, which workers refuse."""
     try:
-        return _decode_params(raw)
+        found = _decode_xargs(xargs)
     except UNREADABLE:
-        return {}
+        return UNSET, UNSET
+    return found.kv_transfer_params, found.ec_transfer_params
 
 
 class ParamsMask(Struct):

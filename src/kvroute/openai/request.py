@@ -117,6 +117,8 @@ _new = tuple.__new__
 _MAX_SALT_BYTES = 4_096
 _ONLY_PROMPT = (UNSET,) * 22
 """A body with no member that is read, except its model, `stream` and its messages."""
+_MAX_PARAMS_BYTES = 524_288
+"""Enough for the block ids of a million tokens."""
 _NO_HEAD = (UNSET,) * 6
 _NO_SESSION = (UNSET,) * 5
 _NO_CACHE_FIELDS = (UNSET,) * 6
@@ -411,13 +413,16 @@ def model_alone(endpoint: Endpoint, body: bytes) -> str | None:
 _engine_names = re.compile(rb"_transfer_params|vllm_xargs|request_id|\\u").search
 
 
-def may_direct_engine(body: bytes) -> bool:
+def may_direct_engine(body: bytes, *, is_decodable: bool = True) -> bool:
     """Whether an unread body may have a member that can tell an engine where to read KV.
 
-    One search, about 1 ms for each MB, and as much again if it finds something.
+    One search, about 1 ms for each MB, and as much again if it finds something. Without `is_decodable` the
+    search alone decides.
     """
     if _engine_names(body) is None:
         return False
+    if not is_decodable:
+        return True
     try:
         _, *found = astuple(_decode_named(body))
     except UNREADABLE:
@@ -494,6 +499,16 @@ def prompt_steps(request: InferenceRequest) -> Generator[None, None, tuple[AnyPr
         return (yield from read_prompts(head, request.fields, request.bounded))
     except UNREADABLE:
         return ()
+
+
+def transfer_params_of(request: InferenceRequest) -> Raw | None:
+    """The request's `kv_transfer_params`; None without any. Raises InvalidRequest if they are too long to be
+    decoded."""
+    raw = request.kv_transfer_params
+    if raw is None or len(memoryview(raw)) <= _MAX_PARAMS_BYTES:
+        return raw
+    name = "kv_transfer_params"
+    raise InvalidRequest(f"`{name}` is longer than {_MAX_PARAMS_BYTES} bytes.", param=name)
 
 
 def cache_salt_of(request: InferenceRequest) -> str:

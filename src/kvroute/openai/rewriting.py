@@ -29,7 +29,7 @@ from msgspec import Raw
 from kvroute.errors import AdapterNotIsolated, InvalidRequest, NotFound, TenantNotIsolated
 from kvroute.openai.bounded import UNREADABLE
 from kvroute.openai.endpoints import SALTED_LATE, BodyKind, Isolation
-from kvroute.openai.request import InferenceRequest
+from kvroute.openai.request import InferenceRequest, cache_salt_of, transfer_params_of
 
 _MAX_CANDIDATES = 1_000
 """Most members with the same name and value, including nested ones, among which the top-level one is
@@ -263,10 +263,11 @@ def check_can_be_isolated(request: InferenceRequest, *, needs_tag: bool = False)
 
 def check_uses_no_key_space(request: InferenceRequest) -> None:
     """Raise InvalidRequest if the client's own salt or parameters use a key space of this gateway."""
+    cache_salt_of(request)  # refuses a long one
     salt = request.cache_salt
     if salt is not None and (found := _mentions(salt)):
         raise InvalidRequest(f"`cache_salt` must not contain {found!r}.", param=_SALT.name)
-    params = request.kv_transfer_params
+    params = transfer_params_of(request)
     if params is not None and (found := _mentions(params)):
         raise InvalidRequest(f"`kv_transfer_params` must not contain {found!r}.", param=_PARAMS.name)
 

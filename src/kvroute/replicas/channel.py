@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from kvroute import __version__
@@ -33,6 +33,7 @@ from kvroute.replicas.envelope import (
     pack,
     unpack,
 )
+from kvroute.replicas.inbox import Inbox
 from kvroute.replicas.members import JOINS, ChannelCounts, Member, MessageLink, describe_process
 from kvroute.replicas.mesh import GATHER_S, PeerListener
 from kvroute.replicas.messages import (
@@ -122,6 +123,7 @@ class Channel:
         self._clock = clock
         self._to_all = f"kvroute:{options.fleet}:all".encode()
         self._link = make_link(self, (self._to_all, self._own_channel(self.id)))
+        self._inbox = Inbox(self._read, self._link.pause, self._link.resume)
         self._listener: ChannelListener | None = None
         self._members: dict[bytes, Member] = {}
         self._queue = SendQueue(options.max_queued_bytes)
@@ -227,6 +229,7 @@ class Channel:
                         await self._room.wait()
         if self._timer is not None:
             self._timer.cancel()
+        self._inbox.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -279,6 +282,10 @@ class Channel:
         return self._to_all if outgoing.to == TO_ALL else self._own_channel(outgoing.to), data
 
     def on_data(self, data: bytes) -> None:
+        self._inbox.add(data)
+
+    def _read(self, data: bytes) -> Iterator[None]:
+        """Handle one envelope; pauses after each message. Raises nothing."""
         try:
             envelope = unpack(data, self._key)
             if envelope.gateway == self._gateway:
@@ -288,7 +295,7 @@ class Channel:
                 return  # another process of this gateway: its messages come over the Unix socket
             self.counts.envelopes_received += 1
             self.counts.received_bytes += len(data)
-            self._receive(envelope)
+            yield from self._receive(envelope)
         except Refused as refused:
             self._refuse(refused)
         except Exception:  # one bad envelope must not end the sharing
@@ -328,7 +335,7 @@ class Channel:
 
     # Receiving
 
-    def _receive(self, envelope: Envelope) -> None:
+    def _receive(self, envelope: Envelope) -> Iterator[None]:
         if envelope.to not in (TO_ALL, self.id):
             return
         member = self._members.get(envelope.sender)
@@ -348,7 +355,10 @@ class Channel:
         member.has_signed = member.has_signed or envelope.is_signed
         if envelope.is_signed and envelope.to == self.id:
             member.is_believed, member.unproven = True, 0
+        gone_at = member.gone_at
         for message in messages:
+            if member.gone_at != gone_at or self._members.get(member.sender) is not member:
+                return  # it has left or died meanwhile: what follows would count for ever
             # The messages after one that fails are not sent again.
             try:
                 self._apply(member, envelope, message)
@@ -357,6 +367,7 @@ class Channel:
                 self._refuse(Refused(Refusal.MALFORMED, text, member.sender))
             except Exception:
                 log.exception("handling a message of %s failed", member.name)
+            yield
 
     def _has_wrong_number(self, member: Member, envelope: Envelope) -> bool:
         """Whether the number that is stored for the member is not its own: somebody else has used its id.

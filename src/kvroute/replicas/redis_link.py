@@ -80,6 +80,8 @@ class RedisLink:
         self._subscribed = asyncio.Event()
         self._left: set[bytes] = set()
         """Channels whose subscription Redis has not confirmed."""
+        self._listening: _Stream | None = None
+        self._is_paused = False
         self._publishing: _Stream | None = None
         """Written to while the link is up."""
         tls: dict[str, Any] = {}
@@ -116,6 +118,17 @@ class RedisLink:
         """Close the connections and open others: this link is open but does not deliver."""
         self._broken.set()
 
+    def pause(self) -> None:
+        """Receive nothing until `resume`; what has been read already is still delivered."""
+        self._is_paused = True
+        if self._listening is not None:
+            self._listening.pause_reading()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self._listening is not None:
+            self._listening.resume_reading()
+
     async def run(self) -> None:
         """Connect, publish and receive; connect again after each failure. Ends by cancellation only."""
         pause_s = _FIRST_PAUSE_S
@@ -129,7 +142,9 @@ class RedisLink:
                     await listening.connect()  # type: ignore[no-untyped-call]
                     to_write = _Stream(publishing, self._on_answer, self.wake)
                     to_read = _Stream(listening, self._on_message, lambda: None)
-                    self._left = set(self._channels)
+                    self._left, self._listening = set(self._channels), to_read
+                    if self._is_paused:
+                        to_read.pause_reading()
                     to_read.write(b"SUBSCRIBE", *self._channels)
                     await _wait_while(self._subscribed, to_read)
                 pause_s, self._publishing = _FIRST_PAUSE_S, to_write
@@ -140,7 +155,7 @@ class RedisLink:
             except (RedisError, OSError, TimeoutError) as error:
                 self._owner.on_down(_reason(error))
             finally:
-                self._publishing = None
+                self._publishing = self._listening = None
                 self._subscribed.clear()
                 for connection in (publishing, listening):
                     with contextlib.suppress(RedisError, OSError):
@@ -217,6 +232,14 @@ class _Stream(asyncio.Protocol):
         for word in words:
             command += (b"$%d\r\n" % len(word), word, b"\r\n")
         self._transport.write(b"".join(command))
+
+    def pause_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         try:

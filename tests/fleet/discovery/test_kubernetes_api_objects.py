@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from tests.fleet.discovery.conftest import inference_pool
 
+from kvroute.errors import DiscoveryError
+from kvroute.fleet.discovery import kubernetes_api
 from kvroute.fleet.discovery.kubernetes_api import (
     FoundWorker,
     ObjectReader,
@@ -29,6 +32,68 @@ def slice_of(*endpoints: dict[str, Any], **fields: Any) -> dict[str, Any]:
         "endpoints": list(endpoints),
     }
     return {**item, **fields}
+
+
+# Pages
+
+
+def page(*items: bytes, metadata: bytes = b'"metadata":{}') -> bytes:
+    return b'{%b,"items":[%b]}' % (metadata, b",".join(items))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        page(*[b"{}"] * 700_000),
+        page(*[b"1"] * 1_400_000),
+        page(*[b'{"metadata":{"name":"a"}}'] * 10_001),
+        page(metadata=b",".join([b'"metadata":{}'] * 700_000)),
+        page(metadata=b",".join([b'"metadata":1'] * 700_000)),
+    ],
+    ids=["tiny", "numbers", "pods", "metadata", "metadata of another type"],
+)
+async def test_a_page_of_too_many_objects_is_not_decoded(text, monkeypatch):
+    """The loop would wait for all of them."""
+    monkeypatch.setattr(kubernetes_api, "_decode_page", None)
+
+    with pytest.raises(DiscoveryError, match="10000 objects"):
+        await kubernetes_api._read_page(text, [])
+
+
+async def test_a_list_of_too_many_objects_is_given_up_whatever_its_pages():
+    items: list[Any] = [{}] * 6000
+
+    with pytest.raises(DiscoveryError, match="10000 objects"):
+        await kubernetes_api._read_page(page(*[b"{}"] * 4001), items)
+
+
+async def test_others_have_turns_while_a_page_is_read(monkeypatch):
+    """One for each 256 KiB, and one for each object that is larger."""
+    pods = [b'{"metadata":{"name":"%d"},"spec":"%b"}' % (n, b"x" * 60_000) for n in range(100)]
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.create_task(take_turns())
+    items: list[Any] = []
+    await kubernetes_api._read_page(page(*pods), items)
+    other.cancel()
+
+    assert len(items) == 100
+    assert turns >= 6_000_000 // 262_144 // 2
+
+
+def test_a_slice_has_at_most_as_many_endpoints_as_kubernetes_allows():
+    many = [{"addresses": [f"10.0.{n // 250}.{n % 250}"]} for n in range(1001)]
+
+    assert len(read_endpoint_slice(slice_of(*many[:1000]), READER).found) == 1000
+    reading = read_endpoint_slice(slice_of(*many), READER)
+    assert not reading.found
+    assert "1000 endpoints" in reading.trouble
 
 
 # Pods

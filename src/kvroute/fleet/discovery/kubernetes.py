@@ -107,7 +107,7 @@ class KubernetesDiscovery:
         async with aclosing(self._follow(self.options.resource, selector).changes()) as changes:
             async for change in changes:
                 if isinstance(change, Listing):
-                    troubles = self._workers.replace(change)
+                    troubles = await self._workers.replace(change)
                 else:
                     troubles = self._workers.change(change.item, is_deleted=change.is_deleted)
                 for trouble in troubles:
@@ -266,6 +266,10 @@ class ListWatch:
             log.info("%s answers again", self._api.place)
 
 
+_UNPAUSED_OBJECTS = 1000
+"""Objects and workers in them that are read before the event loop gets a turn: 10 ms."""
+
+
 class _Workers:
     """The workers of all current objects. Mutable: `replace` and `change` apply lists and events."""
 
@@ -285,10 +289,16 @@ class _Workers:
         """Name and URL of workers that have been ready. If one is no longer ready, it drains; a worker that
         has never been ready has not joined yet."""
 
-    def replace(self, listing: Listing) -> list[str]:
+    async def replace(self, listing: Listing) -> list[str]:
         """Replace all objects. Returns the problems of objects that did not have them before."""
-        before = self._readings
-        self._readings = {name_of(item): self._read(item, self.reader) for item in listing.items}
+        before, readings, read = self._readings, dict[str, ObjectReading](), 0
+        for item in listing.items:
+            reading = readings[name_of(item)] = self._read(item, self.reader)
+            read += 1 + len(reading.found)
+            if read >= _UNPAUSED_OBJECTS:
+                read = 0
+                await asyncio.sleep(0)
+        self._readings = readings
         return [
             reading.trouble
             for name, reading in self._readings.items()

@@ -118,6 +118,10 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
     metadata = _inner(item, "metadata")
     role = _role(metadata, reader)
     endpoints = _items(item, "endpoints")
+    if len(endpoints) > _MOST_ENDPOINTS:
+        return ObjectReading(
+            trouble=f"the EndpointSlice {name_of(item)} has more than {_MOST_ENDPOINTS} endpoints"
+        )
     if item.get("addressType") == "FQDN" or not endpoints or not _is_wanted(role, reader):
         return ObjectReading()
     port = _slice_port(item, reader.port)
@@ -269,8 +273,12 @@ _MAX_LIST_BYTES: Final = 64 << 20
 _MAX_PAGES: Final = 1000
 _MAX_EVENT_BYTES: Final = 4 << 20
 """Longest event of a watch: etcd's objects have at most 1.5 MB."""
-_UNPAUSED_BYTES: Final = 1 << 20
-"""Bytes that are parsed before the event loop gets a turn: 10 ms."""
+_MOST_OBJECTS: Final = 10_000
+"""Most objects of a list: each costs some 10 us, however small it is."""
+_MOST_ENDPOINTS: Final = 1000
+"""Most endpoints of an EndpointSlice (API reference)."""
+_UNPAUSED_BYTES: Final = 1 << 18
+"""Bytes that are parsed before the event loop gets a turn: 3 ms, and as long as the last object takes."""
 _MOST_PAGE_VALUES: Final = 1_500_000
 """Most JSON values of a page. Pods have about one for each 20 bytes, and most of them are not decoded."""
 _GONE: Final = 410
@@ -513,16 +521,39 @@ class _Page(msgspec.Struct):
 _decode_page = msgspec.json.Decoder(_Page).decode
 
 
+def _check_objects(text: bytes) -> None:
+    """Raise ValueError as soon as a page has more than `_MOST_OBJECTS`, or an error of msgspec."""
+    left = _MOST_OBJECTS + 1  # and the metadata
+
+    class Counted(msgspec.Struct, gc=False):
+        def __post_init__(self) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise ValueError  # stops the decoding
+
+    objects: Any = list[Counted]
+    page = msgspec.defstruct("Page", [("metadata", Counted), ("items", objects | None, None)])
+    msgspec.json.decode(text, type=page)
+
+
 async def _read_page(text: bytes, items: list[Object]) -> dict[str, Any]:
     """Append the objects of a page to `items`, with pauses for the event loop; return its metadata."""
     try:
         check_values(text, _MOST_PAGE_VALUES)
+        await asyncio.sleep(0)
+        if text.count(b",") >= _MOST_OBJECTS:
+            _check_objects(text)
+            await asyncio.sleep(0)
         page = _decode_page(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise DiscoveryError("the answer is not a list of objects") from error
+        raise DiscoveryError(f"the answer is not a list of at most {_MOST_OBJECTS} objects") from error
     metadata = _object(page.metadata)
+    found = page.items or ()
+    if len(items) + len(found) > _MOST_OBJECTS:
+        raise DiscoveryError(f"the list has more than {_MOST_OBJECTS} objects")
     parsed = 0
-    for raw in page.items or ():
+    for raw in found:
         item = _value(raw)
         if isinstance(item, dict):
             items.append(item)
