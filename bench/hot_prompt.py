@@ -151,7 +151,7 @@ class GroupedCaches:
     ) -> None:
         """Nothing: all events arrive."""
 
-    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int, has_drafter: bool) -> bool:
         return self._last_units.reported(slot, tokens, cached_tokens)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:

@@ -116,6 +116,18 @@ def test_a_model_list_that_is_nested_too_deeply_is_none() -> None:
         parse_models(b'{"data":' + b"[" * 100_000)
 
 
+@pytest.mark.parametrize(
+    ("page", "has_drafter"),
+    [
+        (b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', True),
+        (b"# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.\n", False),
+        (b'vllm:num_requests_running{model_name="m"} 0.0\n', False),
+    ],
+)
+def test_a_metrics_page_shows_a_drafter(page: bytes, has_drafter: bool) -> None:
+    assert parse_metrics(page).has_drafter is has_drafter
+
+
 def test_a_metrics_page_gives_the_numbers_of_requests_of_all_ranks() -> None:
     page = b"""vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0

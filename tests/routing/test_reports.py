@@ -22,6 +22,13 @@ def test_an_engine_that_finds_a_unit_less_three_times_drops_it() -> None:
     assert not drops.reported(7, Tokens(96), 96)
 
 
+def test_of_an_engine_with_a_drafter_one_report_is_enough() -> None:
+    drops = learner()
+    assert not drops.reported(7, Tokens(128), 128, has_drafter=True)  # not every drafter costs a unit
+    assert [drops.reported(7, Tokens(128), 96, has_drafter=True) for _ in range(3)] == [False, False, True]
+    assert drops.reported(8, Tokens(128), 96, has_drafter=True)
+
+
 def test_a_drop_that_reports_no_longer_show_is_forgotten() -> None:
     drops = learner()
     drops.slots.add(7)

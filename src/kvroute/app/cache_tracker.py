@@ -433,8 +433,8 @@ class CacheTracker:
                 stream.ledger.confirm(keys, followed, cached_tokens, adapter=prompt.adapter)
         self.lmcache.answered(stream.slot, ids)
 
-    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
-        return self.caches.last_units.reported(slot, tokens, cached_tokens)
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int, has_drafter: bool) -> bool:
+        return self.caches.last_units.reported(slot, tokens, cached_tokens, has_drafter=has_drafter)
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
         self._ingest.distrust(worker, rank, TrustReason(why))

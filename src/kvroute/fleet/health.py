@@ -344,6 +344,7 @@ class HealthMonitor:
                 block_size=metrics.block_size,
                 ranks=metrics.ranks,
                 caches_prefixes=metrics.caches_prefixes,
+                has_drafter=metrics.has_drafter,
                 start_time=metrics.start_time,
                 concurrency=(LearnedConcurrency() if restarted else facts.concurrency).after(
                     metrics.running, metrics.waiting or 0

@@ -80,9 +80,11 @@ class Feedback(Protocol):
         """
         ...
 
-    def judged(self, slot: int, tokens: Tokens, cached_tokens: int) -> bool:
-        """A whole map predicted `tokens` for this slot; True if the gateway has learned another rule from
-        it."""
+    def judged(self, slot: int, tokens: Tokens, cached_tokens: int, has_drafter: bool) -> bool:
+        """A whole map predicted `tokens` for this slot; True if the gateway has learned another rule from it.
+
+        `has_drafter`: see `WorkerFacts`.
+        """
         ...
 
     def distrust(self, worker: Worker, rank: int, why: str) -> None:
@@ -141,7 +143,7 @@ class PredictionAudit:
                 judged
                 and feedback is not None
                 and held.slot is not None
-                and feedback.judged(held.slot, held.tokens, cached_tokens)
+                and feedback.judged(held.slot, held.tokens, cached_tokens, facts.has_drafter)
             ):
                 log.info("worker %s: its reports show another rule for the last unit of hits", worker_id)
                 self.audit.forget(worker_id)

@@ -156,8 +156,11 @@ class LastUnits:
         self._latest: dict[int, deque[bool]] = {}
         """Slot -> which of its latest reports agree with the other rule only."""
 
-    def reported(self, slot: int, tokens: Tokens, found: int) -> bool:
-        """A worker reported `found` tokens where `tokens` were predicted; True if the slot's rule changed."""
+    def reported(self, slot: int, tokens: Tokens, found: int, *, has_drafter: bool = False) -> bool:
+        """A worker reported `found` tokens where `tokens` were predicted; True if the slot's rule changed.
+
+        `has_drafter`: its engine has one, perhaps of the EAGLE family.
+        """
         gpu, l1, l2 = tokens
         other = tokens.otherwise
         if other is None:
@@ -170,9 +173,10 @@ class LastUnits:
             latest = self._latest[slot] = deque(maxlen=_WINDOW)
         latest.append(found == other)
         # Requests that race each other are often wrong by a unit, so a rule that has proved itself stays.
-        # Most workers of a model have the same drafter: if another one drops the unit, one report is enough.
+        # One report is enough for an engine that has a drafter, and if another one drops the unit: most
+        # workers of a model have the same drafter.
         others, least = sum(latest), _LEAST_OTHER
-        if self.slots and slot not in self.slots:
+        if (has_drafter or self.slots) and slot not in self.slots:
             least = 1
         if others < least or others <= 2 * (len(latest) - others):
             return False

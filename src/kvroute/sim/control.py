@@ -151,6 +151,9 @@ def exposition(worker: SimWorker) -> str:
     ):
         values = of_each(lambda engine, figure=figure: float(figure(engine.counters)))  # type: ignore[misc]
         family(f"vllm:{name}_total", "counter", help_text, *values)
+    if options.drafted_tokens:
+        drafts = of_each(lambda engine: 0)
+        family("vllm:spec_decode_num_drafts_total", "counter", "Number of spec decoding drafts.", *drafts)
     if options.nixl:
         transfers, counters = worker.transfers, worker.engine.counters
         computed = counters.prompt_tokens - counters.cache_hits - counters.external_hits
