@@ -237,17 +237,15 @@ class SentTurns:
     def failed(self, conversation: int, messages: int) -> None:
         self.uncertain[conversation] = messages
 
-    def bounds(self, worker: str, conversation: int, tokens: Sequence[int]) -> tuple[int, int]:
-        """The least and the most tokens that a gateway's history may have for the worker.
+    def bounds(self, worker: str, conversation: int, messages: int) -> tuple[int, int]:
+        """Of how many of the conversation's `messages` the worker has got the tokens, at least and at most.
 
-        `tokens`: those of the conversation's first 0, 1, 2, ... messages. Matches are whole blocks of the
-        engine (16 tokens), and never a prompt's last token. The history has whole blocks of bytes, and at
-        most as many tokens as bytes. The answer to a worker's last prompt counts, too. The last message of a
-        failed request was another one in its repetition.
+        The answer to a worker's last prompt counts, too. The last message of a failed request was another one
+        in its repetition.
         """
         known = self.sent.get((worker, conversation), 0)
         possible = max(known + 1 if known else 0, self.uncertain.get(conversation, 1) - 1)
-        return tokens[known] - BLOCK_BYTES - 17, tokens[min(possible, len(tokens) - 1)] + 17
+        return known, min(possible, messages)
 
 
 async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
@@ -326,7 +324,14 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
             await asyncio.gather(*(explained(each, c, "prefixaware") for c in conversations))
             for each in running
         ]
-        tokens = [await tokens_of_turns(running[0], conversation) for conversation in conversations]
+        bounds = {
+            (number, f"w{worker}"): [
+                await tokens_of(running[0], messages[:count])
+                for count in reference.bounds(f"w{worker}", number, len(messages))
+            ]
+            for number, messages in enumerate(conversations)
+            for worker in range(3)
+        }
         maps = [
             await asyncio.gather(*(explained(each, c, "kvaware") for c in conversations)) for each in running
         ]
@@ -340,8 +345,10 @@ async def test_a_killed_gateway_of_three_fails_its_own_requests_only(tmp_path):
         for number, (_, ranking) in enumerate(history):
             assert max(row["matched_tokens"] for row in ranking.values()) > 0
             for worker, row in ranking.items():
-                least, most = reference.bounds(worker, number, tokens[number])
-                assert least <= row["matched_tokens"] <= most, worker
+                least, most = bounds[number, worker]
+                # Matches are whole blocks of the engine (16 tokens), and never a prompt's last token. The
+                # history has whole blocks of bytes, and at most as many tokens as bytes.
+                assert least - BLOCK_BYTES - 17 <= row["matched_tokens"] <= most + 17, worker
     for seen in maps:
         assert [{name: row["tiers"]["gpu"] for name, row in ranking.items()} for _, ranking in seen] == cached
 
@@ -355,10 +362,8 @@ async def explained(
     return answer["prompt_tokens"], {row["worker"]: row for row in answer["ranking"]}
 
 
-async def tokens_of_turns(at: Gateway, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens of the conversation's first 0, 1, 2, ... messages."""
-    turns = [messages[:count] for count in range(1, len(messages) + 1)]
-    return [0] + [tokens for tokens, _ in await asyncio.gather(*(explained(at, t, "kvaware") for t in turns))]
+async def tokens_of(at: Gateway, messages: list[dict[str, str]]) -> int:
+    return (await explained(at, messages, "kvaware"))[0] if messages else 0
 
 
 async def cached_tokens(workers: Sequence[str], messages: list[dict[str, str]]) -> dict[str, int]:
