@@ -85,6 +85,14 @@ def test_the_figure_goes_with_its_age_and_what_all_pages_show_lasts() -> None:
     [
         ([seen(Others(10, 90, 0.0))], 5.0),  # by prefill: Little's law says 0.04 s
         ([seen(Others(10, 4, 0.0), 0.0, 7), seen(Others(10, 4, 0.0), 5.0, 7)], 50.0),  # none has ended
+        (  # they have come lately
+            [
+                seen(Others(0, 4, 0.0), 0.0, 7),
+                seen(Others(10, 4, 0.0), 1.0, 7),
+                seen(Others(10, 4, 0.0), 5.0, 7),
+            ],
+            40.0,
+        ),
         ([seen(Others(10, 4, 0.0), 0.0, 7), seen(Others(10, 4, 0.0), 5.0, 12)], 10.0),
         ([seen(Others(0, 4, 0.0), 0.0, 7), seen(Others(10, 4, 0.0), 5.0, 7)], 5.0),  # it was not full before
     ],

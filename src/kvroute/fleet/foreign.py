@@ -138,19 +138,17 @@ def foreign_load(
 def _turn_s(pages: Sequence[SeenPage], stay_s: float) -> float:
     """Seconds until the next of the waiting requests is taken.
 
-    By Little's law, requests leave at the rate of those inside by their mean stay. In an engine where
-    requests wait on every page, the rate at which they end between the pages is that at which they start:
-    others may have much longer answers than own ones. If none has ended, the next one may end now, at the
-    earliest.
+    By Little's law, requests leave at the rate of those inside by their mean stay. As long as requests wait
+    on successive pages, the rate at which they end between these pages is that at which they start: others
+    may have much longer answers than own ones. If none has ended, the next one may end now, at the earliest.
     """
-    first, page = pages[0].figures, pages[-1].figures
+    page = since = pages[-1].figures
     inside = min(max(1, page.waiting + page.running), _MOST_REQUESTS)
     little_s = stay_s / inside
-    if (
-        first.ended is None
-        or page.ended is None
-        or page.at <= first.at
-        or not all(each.figures.waiting for each in pages)
-    ):
+    for each in reversed(pages):
+        if not each.figures.waiting or each.figures.ended is None:
+            break
+        since = each.figures
+    if page.ended is None or since.ended is None or page.at <= since.at:
         return little_s
-    return max(little_s, (page.at - first.at) / max(1, page.ended - first.ended))
+    return max(little_s, (page.at - since.at) / max(1, page.ended - since.ended))
