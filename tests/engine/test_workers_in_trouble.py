@@ -20,6 +20,8 @@ ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 RUNNING, QUEUED = 2, 3
 NARROW = EngineKind(args=("--max-num-seqs", str(RUNNING), "--max-num-queued-reqs", str(QUEUED)))
 """It refuses what it cannot queue (vLLM 0.32, `--max-num-queued-reqs`)."""
+TWO_AT_ONCE = EngineKind(args=("--max-num-seqs", "2"))
+"""Further requests wait in it: with the default it would take all of them at once."""
 FAST = ("--set", "fleet.health.interval_s=0.2", "--set", "fleet.health.metrics_interval_s=0.2")
 
 
@@ -87,11 +89,11 @@ async def test_full_engines_stay_in_routing_and_serve_what_they_can(leased, befo
         assert (await ask(http, prompt("later"))).status_code == 200
 
 
-async def test_fresh_prompts_avoid_the_engine_that_is_busy_for_others(
-    engines, before, prompt, report
-) -> None:
-    busy, idle = engines
-    async with before(engines) as http, asyncio.TaskGroup() as group:
+@pytest.mark.engines(TWO_AT_ONCE, replace(TWO_AT_ONCE, number=1, core=1))
+async def test_fresh_prompts_avoid_the_engine_that_is_busy_for_others(leased, before, prompt, report) -> None:
+    busy, idle = leased
+    busy.name, idle.name = "a", "b"
+    async with before(leased) as http, asyncio.TaskGroup() as group:
         body = {"model": "tiny", "max_tokens": 400, "ignore_eos": True, "stream": True}
         for number in range(24):
             group.create_task(
