@@ -44,7 +44,8 @@ static size_t event_size;
 static char answer[1024];
 static size_t answer_size;
 static char *usage_of_answer;  /* where its usage goes */
-static uint64_t seen[SEEN];    /* chained hashes of blocks; a newer one replaces an older one in its place */
+static uint64_t seen[SEEN];    /* chained hashes of the first SEEN / 2 blocks */
+static size_t seen_blocks;
 #define USAGE "\"prompt_tokens\":%8zu,\"completion_tokens\":%8d,\"total_tokens\":%8zu,\"prompt_tokens_details\":{\"cached_tokens\":%8zu}}"
 
 static void watch(client *c, int write) {
@@ -140,8 +141,10 @@ static void count(client *c, const char *body, size_t size) {
       hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
       hash ^= hash >> 29;
     }
-    if (held == i && seen[hash >> 44] == hash) held++;
-    seen[hash >> 44] = hash;
+    size_t slot = hash >> 44;
+    while (seen[slot] && seen[slot] != hash) slot = (slot + 1) % SEEN;
+    if (seen[slot] && held == i) held++;
+    if (!seen[slot] && seen_blocks < SEEN / 2) seen[slot] = hash, seen_blocks++;
   }
   size_t most = size / 4 ? (size / 4 - 1) / BLOCK_TOKENS * BLOCK_TOKENS : 0;
   c->tokens = size / 4;
