@@ -59,7 +59,7 @@ class Series:
         self.text = ""
         """What the log lines of these requests share."""
         self.waiting: list[AnsweredRequest] = []
-        """Requests to count together: one by one, each would cost 1.5 us."""
+        """Answered requests that the journal has not counted yet."""
         self._streamed = streamed
         self._metrics = metrics
         self._outcome = outcome

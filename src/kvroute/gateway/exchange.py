@@ -716,7 +716,7 @@ class Exchange(Struct, eq=False):
         write, gaps = self._write_framed, self._gaps
         assert write is not None
         assert gaps is not None
-        # To compare two bytes costs a tenth of `endswith`; most engines end their events with them.
+        # `endswith` with several ends costs 450 instructions more, and most engines end events in this way.
         if (framed[-4] == _LINE_FEED and framed[-3] == _LINE_FEED) or framed.endswith(FRAMED_EVENT_ENDS):
             write(framed)
         else:

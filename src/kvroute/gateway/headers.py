@@ -77,7 +77,7 @@ class FirstHeader:
         self._known: dict[HeaderPlaces, tuple[int | bytes, ...]] = {}
 
     def read(self, headers: Headers) -> bytes:
-        """The value; b"" without one. For a known head about 0.2 us."""
+        """The value; b"" without one."""
         if type(headers) is not KnownHeaders:
             return self._read_list(headers)
         try:

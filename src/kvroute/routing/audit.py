@@ -72,14 +72,14 @@ each of them was wrong."""
 class Audit:
     """Counts predictions by strategy, worker and tier, and keeps each place's latest results.
 
-    A prediction is counted later, together with others: that costs a tenth. Mutable: `reported`, `is_wrong`
+    A prediction is counted later, together with others, which costs less. Mutable: `reported`, `is_wrong`
     and `forget` change it. Used from the event loop only.
     """
 
     def __init__(self, options: AuditOptions | None = None) -> None:
         self._options = options or AuditOptions()
         self.on_counted: OnCounted | None = None
-        """Called by `settle`."""
+        """Gets the predictions that `settle` counts, such as `Metrics.predicted`."""
         self._waiting: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
         """Strategy, worker, tier and tokens of a block -> predicted and reported tokens, not yet counted."""
         self._tallies: dict[tuple[str, str, str], _Tally] = {}

@@ -33,9 +33,9 @@ class _Latest(Struct, gc=False):
     rows: deque[tuple[int, int, bool]]
     """Predicted tokens, those that were found, and whether a block or more was missing."""
     wrong: int = 0
-    """Rows in which it was."""
+    """Number of rows in which a block or more was missing."""
     is_right: bool = False
-    """It was in none of them, and there are enough of them for a verdict."""
+    """There are enough rows for a verdict, and none is wrong."""
 
 
 class Discounts:
