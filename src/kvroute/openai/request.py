@@ -294,35 +294,34 @@ def as_request(endpoint: Endpoint, body: bytes, decoded: Body, *, is_chat: bool 
     `is_chat`: the body has messages, although `decoded` has not.
     """
     values = astuple(decoded)
-    model, stream, messages, salt, params = values[:5]
-    if values[3:] == _ONLY_PROMPT:  # so it is with most
-        return InferenceRequest(
-            endpoint,
-            body,
-            model or None,
-            stream is not UNSET and bytes(stream) == b"true",
-            True,
-            None if messages is UNSET else messages,
-            session=(),
-        )
-    session, head, cache_fields, engine = values[5:10], values[10:16], values[16:22], values[22:]
-    does_read = cache_fields == _NO_CACHE_FIELDS or reads_cache(
-        endpoint.path, cache_fields, is_chat=is_chat or messages is not UNSET
-    )
-    return InferenceRequest(
+    model, stream, messages = values[:3]
+    request = InferenceRequest(
         endpoint,
         body,
         model or None,
         stream is not UNSET and bytes(stream) == b"true",
         True,
         None if messages is UNSET else messages,
-        () if head == _NO_HEAD else head,
-        () if session == _NO_SESSION else session,
-        None if salt is UNSET else salt,
-        None if params is UNSET else params,
-        None if engine == _NO_ENGINE_MEMBERS else engine,
-        reads_cache=does_read,
+        session=(),
     )
+    if values[3:] == _ONLY_PROMPT:
+        return request
+    salt, params = values[3:5]
+    session, head, cache_fields, engine = values[5:10], values[10:16], values[16:22], values[22:]
+    if salt is not UNSET:
+        request.cache_salt = salt
+    if params is not UNSET:
+        request.kv_transfer_params = params
+    if session != _NO_SESSION:
+        request.session = session
+    if head != _NO_HEAD:
+        request.head = head
+    if engine != _NO_ENGINE_MEMBERS:
+        request.engine_members = engine
+    request.reads_cache = cache_fields == _NO_CACHE_FIELDS or reads_cache(
+        endpoint.path, cache_fields, is_chat=is_chat or messages is not UNSET
+    )
+    return request
 
 
 def _parse_loosely(endpoint: Endpoint, body: bytes) -> InferenceRequest:
