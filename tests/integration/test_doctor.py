@@ -5,6 +5,7 @@ Simulated workers, real gateways and a real Redis over real sockets.
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
@@ -31,7 +32,7 @@ from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.options import ControllerOptions
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
-from kvroute.sim.publisher import Fault
+from kvroute.sim.publisher import Fault, Faults
 
 KVAWARE: dict[str, Any] = {"routing": {"strategy": "kvaware"}, "tokens": {"timeout_ms": 10_000}}
 
@@ -144,6 +145,28 @@ async def test_a_stream_that_loses_its_events_is_named():
 
         worker.worker.faults.clear()
         assert "events-silent" not in codes(await examined(configuration([worker.url])))
+
+
+class LateSubscription(Faults):
+    """A publisher that has not read the doctor's subscription before its pair of prompts was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = 0
+
+    def for_request(self, path: str, body: bytes = b"") -> list[Fault]:
+        self.prompts += re.search(rb'"prompt": ?"([a-z] ){9}', body) is not None
+        return []
+
+    def for_batch(self) -> list[Fault]:
+        return [Fault(kind="drop_events")] if self.prompts <= 2 else []
+
+
+async def test_a_subscription_that_takes_effect_late_is_no_silent_stream():
+    async with sims({}) as [worker]:
+        worker.worker.faults = late = LateSubscription()
+        assert codes(await examined(configuration([worker.url]))) == set()
+        assert late.prompts > 2
 
 
 async def test_a_worker_whose_url_does_not_serve_metrics_is_named():

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -41,7 +41,9 @@ from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ModelsPage, WorkerSpec, p
 TIMEOUT_S = 5.0
 """Longest wait for one answer, except for those of probes."""
 PROBE_TIMEOUT_S = 60.0
-_EVENT_WAIT_S = 5.0
+_EVENT_PROMPTS = 3
+_EVENT_WAIT_S = 2.0
+"""For an event of each of these prompts."""
 _PREDICTION_WAIT_S = 5.0
 _POLL_S = 0.1
 _PROBED_BLOCKS = 3
@@ -200,12 +202,15 @@ class Gatherer:
             pair = await self._pair(seen, gateway)
             if pair.trouble:
                 return replace(seen, pair=pair)
-            # One rank answers: the streams of the other ranks may stay silent.
-            deadline = time.monotonic() + _EVENT_WAIT_S
-            while taps and not sum(tap.read() for tap in taps.values()):
-                if time.monotonic() > deadline:
+            for _ in range(_EVENT_PROMPTS - 1):
+                # One rank answers: the streams of the other ranks may stay silent.
+                if not taps or await _heard(taps.values()):
                     break
-                await asyncio.sleep(_POLL_S)
+                # The publisher drops what it sends before it has read the subscription, which takes it
+                # as long as its machine is busy: only a later prompt shows that it sends nothing.
+                await self._probe(seen.spec.url, self._probe_body(seen), self._worker_headers)
+            else:
+                await _heard(taps.values())
             streams = tuple(
                 replace(stream, messages=taps[stream.endpoint].messages)
                 if stream.endpoint in taps
@@ -465,6 +470,16 @@ class Gatherer:
         with suppress(TypeError, ValueError):
             skew = parsedate_to_datetime(answer.headers.get("date", "")).timestamp() - time.time()
         return Reply(answer.status_code, answer.content, clock_skew_s=skew)
+
+
+async def _heard(taps: Collection[EventTap]) -> bool:
+    """Whether an event has arrived at one of the taps; waits a moment for the first."""
+    deadline = time.monotonic() + _EVENT_WAIT_S
+    while not sum(tap.read() for tap in taps):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 def _http_trouble(error: Exception) -> str:
