@@ -35,10 +35,10 @@ from admission_virtual import Outcomes, Sent, Traffic, outcomes, percentile
 from admission_virtual import run as run_virtual
 from comparison import CpuWatch, running_router, write_json
 from gateway_machine import describe
+from kvroute.admission.fair_queue import AdmissionOptions, Outcome
 from kvroute.clock import SystemClock
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
-from kvroute.gateway.waiting import AdmissionOptions, Outcome
 from kvroute.sim.fleet import FleetRequest
 from realtime import MODEL, WORDS
 

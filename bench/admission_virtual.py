@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
+from kvroute.admission.fair_queue import (
+    AdmissionOptions,
+    FairQueue,
+    Outcome,
+    QueueEntry,
+    Target,
+    TokenAccounts,
+)
+from kvroute.admission.request_queue import Permits
 from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.request_queue import Permits
-from kvroute.gateway.waiting import AdmissionOptions, FairQueue, Outcome, QueueEntry, Target, TokenAccounts
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import RouteQuery
 from kvroute.sim.fleet import FleetRequest, SimFleet, make_engines

@@ -31,18 +31,18 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from kvroute.app.cache_tracker import held_tokens, with_rules
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, adapter_space, block_keys, token_keys
+from kvroute.caches.tracker import held_tokens, with_rules
 from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.gateway.exchange import PredictionAudit
-from kvroute.gateway.journal import Usage
-from kvroute.gateway.planner import RequestPlan
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.index.prefix_index import MapTrust, PrefixIndex
 from kvroute.metrics import Metrics
+from kvroute.relay.feedback import PredictionAudit
+from kvroute.request.plan import RequestPlan
+from kvroute.request.record import Usage
 from kvroute.routing.audit import Audit
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.reports import LastUnits

@@ -24,9 +24,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from kvroute.app.config import Config, load
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import uvicorn_config
+from kvroute.config.config import Config
+from kvroute.config.loading import load
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.logs import configure
 from kvroute.upstream.connection import UpstreamConnection

@@ -34,10 +34,10 @@ from playwright.async_api import Browser, async_playwright
 
 from edge_watch import cpu_ns
 from gateway_machine import describe
-from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
 from kvroute.blocks.keys import BlockKey
+from kvroute.config.config import Config
 from kvroute.fleet.worker import HealthState
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions

@@ -17,9 +17,9 @@ from typing import Any
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from kvroute.app.cache_tracker import held_tokens
 from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunks
 from kvroute.blocks.keys import KEY_TOKENS, BlockKey, PromptKeys, Tier, adapter_space, token_keys
+from kvroute.caches.tracker import held_tokens
 from kvroute.events.ledger import Ledger
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex

@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
+from kvroute.config.config import Config
 from kvroute.sim.app import run_sim
 from kvroute.sim.options import SimOptions
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.app.config import Config
-from kvroute.app.config_loading import shape_at, split
+from kvroute.config.config import Config
+from kvroute.config.paths import shape_at, split
 from kvroute.routing.registry import STRATEGIES
 
 ROOT = Path(__file__).parent.parent

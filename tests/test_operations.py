@@ -13,10 +13,10 @@ from pathlib import Path
 import yaml
 
 import kvroute
-from kvroute.app.config import Config
 from kvroute.app.reference import families
+from kvroute.config.config import Config
 from kvroute.errors import GatewayError
-from kvroute.gateway.own_limits import LOW_MEMORY, OUT_OF_DESCRIPTORS
+from kvroute.http.overload import LOW_MEMORY, OUT_OF_DESCRIPTORS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvroute"

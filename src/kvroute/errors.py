@@ -43,7 +43,7 @@ KvrouteError
     ├── WorkerTimeout        504
     └── VersionNotSupported  505
 
-A `GatewayError` has all that the client gets; `gateway/failures.py` alone writes it. Messages never contain
+A `GatewayError` has all that the client gets; `request/failures.py` alone writes it. Messages never contain
 prompts, keys or credentials.
 """
 

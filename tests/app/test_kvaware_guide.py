@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 from kvroute.index.prefix_index import TrustReason
 from kvroute.lmcache.membership import Doubt
 

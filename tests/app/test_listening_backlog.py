@@ -6,10 +6,10 @@ import socket
 import pytest
 from tests.support.waiting import until
 
-from kvroute.app.config import Config
 from kvroute.app.listening import Backlog
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
+from kvroute.config.config import Config
 
 CLIENTS = 100
 ITERATIONS = 20  # 13 to accept 100 clients; in the others the protocols learn of their connections

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.app.config import Config
-from kvroute.app.config_loading import options_of, shape_at, walk
 from kvroute.app.reference import BEGIN, METRICS, REFERENCE, TABLES, documents, main, reference_yaml, tables
+from kvroute.config.config import Config
+from kvroute.config.paths import options_of, shape_at, walk
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvroute.app.collectors import declared_families
-from kvroute.app.config import Config
 from kvroute.app.reference import families, label_names, metrics_page, questions
 from kvroute.app.runtime import Runtime
+from kvroute.config.config import Config
 
 
 def test_every_family_has_a_question_and_every_question_a_family() -> None:

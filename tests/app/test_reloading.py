@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 from tests.support.clocks import AdvancingClock, ManualClock
 
-from kvroute.app import config_loading
-from kvroute.app.config import Config, ConfigSource, FlagFile, load
-from kvroute.app.config_loading import ConfigSetting
 from kvroute.app.reloading import (
     RELOADABLE,
     ConfigReload,
@@ -19,6 +16,10 @@ from kvroute.app.reloading import (
     next_in_force,
     watch_file,
 )
+from kvroute.config import paths as config_loading
+from kvroute.config.config import Config
+from kvroute.config.loading import ConfigSource, FlagFile, load
+from kvroute.config.paths import ConfigSetting
 from kvroute.errors import InvalidConfig
 from kvroute.metrics import Metrics
 

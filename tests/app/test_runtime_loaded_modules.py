@@ -11,7 +11,7 @@ HEAVY = {"jinja2", "redis", "tokenizers", "zmq"}
 SHOW = """
 import sys
 import kvroute.cli.serve, kvroute.app.server
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 from kvroute.app.runtime import Runtime
 Runtime(Config.model_validate({"routing": {"strategy": sys.argv[1]}}))
 print(" ".join(sys.modules))

@@ -17,10 +17,10 @@ from tests.support.clocks import AdvancingClock
 from tests.support.sockets import tcp_server
 from tests.support.waiting import until
 
-from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.scaling import ANNOTATION, Scaling
 from kvroute.blocks.keys import BlockKey, PromptKeys
+from kvroute.config.config import Config
 from kvroute.errors import ConfigError
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec

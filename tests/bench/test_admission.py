@@ -9,7 +9,7 @@ import pytest
 
 from admission import VIRTUAL, cases, judge
 from admission_virtual import AdmissionFleet, Traffic, run
-from kvroute.gateway.waiting import AdmissionOptions
+from kvroute.admission.fair_queue import AdmissionOptions
 
 pytestmark = pytest.mark.heavy
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvroute.app.config import Config
 from kvroute.cli import main
+from kvroute.config.config import Config
 from kvroute.openai.rewriting import key_space
 
 CONFIGS = Path(__file__).parents[2] / "configs"

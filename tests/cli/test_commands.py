@@ -68,7 +68,7 @@ def test_version_and_help_load_no_command():
 def test_serve_loads_neither_simulator_nor_deployment():
     loaded = modules_after("serve", "--help")
 
-    assert "kvroute.app.config" in loaded
+    assert "kvroute.config.config" in loaded
     assert not loaded & {"kvroute.sim", "kvroute.deploy", "uvicorn", "fastapi"}
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.app.config import Config, load
-from kvroute.app.config_loading import shape_at, split
 from kvroute.cli.serve import vllm_router
 from kvroute.cli.vllm_router import (
     CONTROLLER,
@@ -21,6 +19,9 @@ from kvroute.cli.vllm_router import (
     dynamic_flags,
     translate,
 )
+from kvroute.config.config import Config
+from kvroute.config.loading import load
+from kvroute.config.paths import shape_at, split
 from kvroute.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "migration" / "production-stack.md"

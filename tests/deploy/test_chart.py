@@ -15,7 +15,7 @@ import yaml
 from tests.support.manifests import RELEASES, check
 from tests.support.rendered_redis import PASSWORDS, answers_to_auth
 
-from kvroute.app.config import load
+from kvroute.config.loading import load
 from kvroute.deploy.render.plan import gateway_stop_s
 
 ROOT = Path(__file__).parents[2]

@@ -187,7 +187,7 @@ def test_prometheus_scrapes_the_gateway_and_every_worker_by_its_name(written):
 
 
 def test_a_gateway_may_drain_before_it_is_killed(written):
-    from kvroute.app.config import Config
+    from kvroute.config.config import Config
 
     for gateway in GATEWAYS.values():
         grace = written["services"][gateway]["stop_grace_period"]

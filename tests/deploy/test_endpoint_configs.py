@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.app.config import load
+from kvroute.config.loading import load
 from kvroute.deploy.endpoint import EndpointHost, plan_local_endpoint, with_simulated_workers
 from kvroute.deploy.plan import local_findings
 from kvroute.deploy.render.config import config_text

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.gateway.options import ServerOptions
+from kvroute.http.options import ServerOptions
 
 UNIT = Path(__file__).parents[2] / "configs" / "systemd" / "kvroute.service"
 

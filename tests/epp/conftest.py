@@ -18,7 +18,7 @@ import pytest
 from tests.integration.conftest import ADMIN_KEY, Gateway, gateway
 from tests.support.waiting import until
 
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 from kvroute.deploy.render.envoy import EnvoySite, envoy_config, envoy_text
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
@@ -131,7 +131,7 @@ class Proxy:
     async def until_idle(self) -> None:
         """Wait until the picker accounts no load."""
         await until(lambda: all(load == (0, 0, 0) for load in self.loads()))
-        assert self.picker.runtime.plane.admission.in_flight == 0
+        assert self.picker.runtime.plane.entry_control.in_flight == 0
 
 
 def picker_config(workers: Sequence[str], **sections: Any) -> Config:

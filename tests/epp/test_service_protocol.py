@@ -201,7 +201,7 @@ async def test_health_is_that_of_the_services():
         assert await states() == ["SERVING"] * 4
         picker.runtime.fleet.drain("w0")
         assert await states() == ["SERVING"] * 3 + ["NOT_SERVING"]
-        picker.runtime.plane.admission.announce_shutdown()
+        picker.runtime.plane.entry_control.announce_shutdown()
         assert await states() == ["NOT_SERVING", "NOT_SERVING", "SERVING", "NOT_SERVING"]
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await check(health_pb2.HealthCheckRequest(service="other"))

@@ -6,9 +6,9 @@ import pytest
 from tests import recordings
 from tests.recordings import Recording
 
-from kvroute.app.cache_tracker import held_tokens
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import Tier, adapter_space, prompt_keys
+from kvroute.caches.tracker import held_tokens
 from kvroute.events.groups import placed
 from kvroute.events.ledger import Ledger
 from kvroute.index.chunk_index import ChunkIndex

@@ -13,7 +13,7 @@ from tests.fuzz.cases import Cases
 from tests.fuzz.frames import Mutator
 from tests.fuzz.lanes import Report
 
-from kvroute.app.config import load
+from kvroute.config.loading import load
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.errors import ConfigError, InvalidRequest
 from kvroute.openai.endpoints import ENDPOINTS

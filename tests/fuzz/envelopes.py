@@ -31,11 +31,11 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import Prober
 from kvroute.fleet.worker import WorkerId, WorkerSpec
-from kvroute.gateway.poison import LostRequests
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.metrics import Metrics
+from kvroute.relay.poison import LostRequests
 from kvroute.replicas.cache_reports import CacheReports
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.envelope import TO_ALL, Envelope, Kind, pack

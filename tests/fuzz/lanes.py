@@ -23,9 +23,9 @@ from tests.fuzz.worker import EchoWorker
 from tests.support.waiting import until
 from uvicorn.server import ServerState
 
-from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import uvicorn_config
+from kvroute.config.config import Config
 
 LANES = ("fast lane", "ASGI path")
 DEADLINE_S = 20.0
@@ -327,7 +327,7 @@ class Lanes:
         """Whether all requests in flight end after their clients have left."""
         plane, loop = self.runtime.plane, asyncio.get_running_loop()
         until = loop.time() + DEADLINE_S
-        while plane.admission.in_flight or self.state.tasks or self.state.connections:
+        while plane.entry_control.in_flight or self.state.tasks or self.state.connections:
             if loop.time() > until:
                 return False
             await asyncio.sleep(_ROUND_S)
@@ -335,13 +335,13 @@ class Lanes:
 
     def _hang(self) -> Finding:
         state = self.state
-        text = f"{self.runtime.plane.admission.in_flight} requests, {len(state.tasks)} tasks, "
+        text = f"{self.runtime.plane.entry_control.in_flight} requests, {len(state.tasks)} tasks, "
         text += f"{len(state.connections)} connections are left"
         for task in list(self.state.tasks):
             text += "\n" + repr(task.get_coro())
             task.cancel()
         self.state.connections.clear()
-        self.runtime.plane.admission.cut()
+        self.runtime.plane.entry_control.cut()
         return Finding("hang", text)
 
     def _judge(

@@ -20,6 +20,7 @@ from tests.fuzz.frames import ODD_JSON, Mutator
 from tests.fuzz.lanes import Report
 from tests.support.clocks import ManualClock
 
+from kvroute.access.key_file import read_keys
 from kvroute.errors import ConfigError, DiscoveryError
 from kvroute.events.options import KvEventsOptions, parse_sources
 from kvroute.fleet.discovery.file import parse_workers_file
@@ -36,7 +37,6 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.options import HealthOptions
 from kvroute.fleet.probe import Prober, catalog_of, probe_client
 from kvroute.fleet.worker import MOST_RANKS, MOST_TOKENS, WorkerId, WorkerSpec
-from kvroute.gateway.key_file import read_keys
 
 DEADLINE_S = 2.0
 _NUMBERS = (

@@ -13,13 +13,13 @@ import pytest
 from tests.support.waiting import until
 from tests.support.workers import ScriptedWorker, scripted_worker
 
-from kvroute.app.config import Config
 from kvroute.app.listening import picker_listener, picker_plane
 from kvroute.app.runtime import Runtime
 from kvroute.app.server import GatewayServer, uvicorn_config
 from kvroute.clock import Clock
+from kvroute.config.config import Config
 from kvroute.fleet.worker import HealthState
-from kvroute.gateway.dataplane import DataPlane
+from kvroute.relay.dataplane import DataPlane
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 

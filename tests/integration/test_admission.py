@@ -273,7 +273,7 @@ async def test_a_gateway_that_is_cut_answers_waiting_requests_with_503(run_gatew
             sent = [senders.first]
             sent.append(senders.send(1))
             await senders.waiting(1)
-            assert running.runtime.plane.admission.cut() == 2
+            assert running.runtime.plane.entry_control.cut() == 2
 
         assert [task.result().status_code for task in sent] == [503, 503]
         assert sent[1].result().json()["error"]["code"] == "shutting_down"

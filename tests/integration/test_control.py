@@ -346,7 +346,7 @@ async def test_too_large_and_too_many_have_different_errors(run_gateway):
         assert unannounced.status_code == 413
 
         running = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=CHAT))
-        await gateway.until(lambda: gateway.runtime.plane.admission.in_flight == 1)
+        await gateway.until(lambda: gateway.runtime.plane.entry_control.in_flight == 1)
         second = await gateway.client.post("/v1/chat/completions", json=CHAT)
         assert (second.status_code, second.headers["retry-after"]) == (429, "1")
         running.cancel()

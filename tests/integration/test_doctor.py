@@ -23,9 +23,9 @@ from tests.support.programs import program
 from tests.support.sockets import free_ports
 from tests.support.waiting import until
 
-from kvroute.app.config import Config
 from kvroute.cli.doctor import examine
 from kvroute.clock import SystemClock
+from kvroute.config.config import Config
 from kvroute.doctor.observations import Finding, Severity, exit_code
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.controller import Controller

@@ -93,7 +93,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 def all_quiet(gateway: Any) -> bool:
     loads = [worker.load for worker in gateway.runtime.fleet.workers()]
-    return gateway.runtime.plane.admission.in_flight == 0 and all(
+    return gateway.runtime.plane.entry_control.in_flight == 0 and all(
         load.in_flight == load.active_tokens == load.queued == 0 for load in loads
     )
 

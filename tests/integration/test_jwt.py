@@ -20,7 +20,7 @@ from tests.support.sockets import tcp_server
 from tests.support.tokens import AUDIENCE, FIRST, ISSUER, STRANGER, Issuer, token, unsigned
 from tests.support.workers import ScriptedWorker
 
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi."}]}
 COMPLETION = json.dumps(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvroute.gateway.asgi import InferenceEndpoint
+from kvroute.http.asgi import InferenceEndpoint
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 LAST = b"GET /version HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n"
@@ -209,7 +209,9 @@ async def test_framing_of_requests(run_gateway, raw_worker):
             if (one[0], seen) != (other[0], same):
                 different[name] = (one[0], seen), (other[0], same)
             assert not any(b"smuggled" in sent.split(b"\r\n\r\n")[0] for sent in seen), name
-        assert fast.runtime.plane.admission.in_flight == complete.runtime.plane.admission.in_flight == 0
+        assert (
+            fast.runtime.plane.entry_control.in_flight == complete.runtime.plane.entry_control.in_flight == 0
+        )
 
     assert different == {}, different
     assert answered > 40

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from tests.support.waiting import until
 
-from kvroute.app.config import Config
 from kvroute.app.runtime import Runtime
+from kvroute.config.config import Config
 
 CHAT = {"model": "sim-model", "messages": [{"role": "user", "content": "hello " * 300}], "max_tokens": 2}
 
@@ -80,7 +80,7 @@ async def test_a_shutdown_ends_the_stream(run_gateway, instant_sim) -> None:
     """Otherwise the gateway would wait for an open page until the end of its drain."""
     async with run_gateway([instant_sim.url]) as gateway, live(gateway) as lines:
         await anext(lines)
-        gateway.runtime.plane.admission.announce_shutdown()
+        gateway.runtime.plane.entry_control.announce_shutdown()
 
         async for _ in lines:
             pass

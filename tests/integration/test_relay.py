@@ -158,7 +158,7 @@ async def test_the_client_leaving_aborts_the_workers_request(run_gateway):
         await gateway.until(lambda: gateway.metric("kvroute_streams_aborted_total", by="client") == 1)
 
         assert sim.worker.driver.finished["abort"] == 1
-        assert gateway.runtime.plane.admission.in_flight == 0
+        assert gateway.runtime.plane.entry_control.in_flight == 0
 
 
 @pytest.mark.parametrize("padding", [0, 1_200_000], ids=["small body", "large body"])
@@ -169,7 +169,7 @@ async def test_the_client_leaving_during_prefill_aborts_the_workers_request(run_
         await gateway.until(lambda: sim.engine.running + sim.engine.waiting == 1)
         call.cancel()
         await gateway.until(lambda: sim.engine.running + sim.engine.waiting == 0)
-        await gateway.until(lambda: gateway.runtime.plane.admission.in_flight == 0)
+        await gateway.until(lambda: gateway.runtime.plane.entry_control.in_flight == 0)
 
         assert [w.load.in_flight for w in gateway.runtime.fleet.workers()] == [0]
         with pytest.raises(asyncio.CancelledError):

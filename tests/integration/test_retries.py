@@ -22,7 +22,7 @@ async def two_sims():
 def all_quiet(gateway) -> bool:
     loads = [worker.load for worker in gateway.runtime.fleet.workers()]
     return (
-        gateway.runtime.plane.admission.in_flight == 0
+        gateway.runtime.plane.entry_control.in_flight == 0
         and gateway.metric("kvroute_requests_in_flight") == 0
         and all(load.in_flight == load.active_tokens == load.queued == 0 for load in loads)
     )
@@ -134,7 +134,7 @@ async def test_a_full_pool_is_the_gateways_limit_and_no_mark_against_the_worker(
         run_gateway([sim.url], upstream={"max_connections": 1, "connect_timeout_s": 0.05}) as gateway,
     ):
         running = asyncio.create_task(asked(gateway))
-        await gateway.until(lambda: gateway.runtime.plane.admission.in_flight == 1)
+        await gateway.until(lambda: gateway.runtime.plane.entry_control.in_flight == 1)
         refused = [await asked(gateway) for _ in range(12)]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -214,7 +214,7 @@ async def test_any_mixture_of_faults_and_disconnects_leaves_nothing_in_flight(ru
             }
             call = asyncio.create_task(asked(gateway, body))
             if n % 3 == 0:
-                await gateway.until(lambda: gateway.runtime.plane.admission.in_flight > 0 or call.done())
+                await gateway.until(lambda: gateway.runtime.plane.entry_control.in_flight > 0 or call.done())
                 call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 

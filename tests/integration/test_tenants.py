@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 from kvroute.sim.app import RunningSim, run_sim
 from kvroute.sim.options import SimOptions
 

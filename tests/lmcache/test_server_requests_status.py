@@ -14,8 +14,8 @@ from tests.support.certificates import Authority
 from tests.support.clocks import ManualClock
 from tests.support.sockets import tcp_server
 
-from kvroute.app.cache_tracker import lmcache_client
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
+from kvroute.caches.tracker import lmcache_client
 from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 from tests.support.certificates import Authority
 
-from kvroute.app.cache_tracker import worker_client
-from kvroute.app.config import Config
+from kvroute.caches.tracker import worker_client
+from kvroute.config.config import Config
 from kvroute.fleet.probe import ProbeFailure, Prober, probe_client
 from kvroute.upstream.options import UpstreamOptions
 from kvroute.upstream.transport import AnyWorkerTransport

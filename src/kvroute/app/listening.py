@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
-from kvroute.app.background_tasks import BackgroundTasks
-from kvroute.app.config import Config
+from kvroute.background_tasks import BackgroundTasks
 from kvroute.clock import Clock
+from kvroute.config.config import Config
 from kvroute.errors import ConfigError
 from kvroute.fleet.fleet import Fleet
-from kvroute.gateway.asgi import Application
-from kvroute.gateway.dataplane import DataPlane
+from kvroute.http.asgi import Application
 from kvroute.metrics import Metrics
+from kvroute.relay.dataplane import DataPlane
 from kvroute.tallies import Family, Tally
 from kvroute.tls import ServerTlsOptions, expiry, server_context, signatures
 

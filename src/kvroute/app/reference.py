@@ -21,11 +21,12 @@ import annotated_types
 from prometheus_client.core import Metric
 from pydantic.fields import FieldInfo
 
-from kvroute.app import config_loading
-from kvroute.app.config import INDENT, LINE_CHARS, Config, flow, section_of, yaml_lines
-from kvroute.app.config_loading import Path, dotted
 from kvroute.app.reloading import is_reloadable
 from kvroute.app.runtime import Runtime
+from kvroute.config import paths as config_loading
+from kvroute.config.config import Config
+from kvroute.config.paths import Path, dotted
+from kvroute.config.yaml_output import INDENT, LINE_CHARS, flow, section_of, yaml_lines
 from kvroute.options import Options
 
 PREFIX: Final = "kvroute_"

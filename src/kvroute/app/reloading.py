@@ -17,21 +17,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from kvroute.app.config import Config, ConfigSource, Loaded, check_files, masked, origin_note
-from kvroute.app.config_loading import dotted
 from kvroute.clock import Clock, SystemClock
+from kvroute.config.config import Config
+from kvroute.config.loading import ConfigSource, Loaded, check_files, masked, origin_note
+from kvroute.config.paths import dotted
 from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
-from kvroute.gateway.attempts import RetryBudget
-from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.decision_lines import announcer
-from kvroute.gateway.session_keys import SessionKeys
+from kvroute.journal.compat_log_lines import announcer
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.options import Options
+from kvroute.relay.dataplane import DataPlane
+from kvroute.relay.retry_budget import RetryBudget
+from kvroute.relay.session_keys import SessionKeys
 from kvroute.routing.router import Router
 from kvroute.routing.strategies.session import SessionOptions
 from kvroute.routing.strategy import Needs

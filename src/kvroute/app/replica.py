@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvroute.access.client_keys import KeyRing, SharedUse
 from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.gateway.client_keys import KeyRing, SharedUse
-from kvroute.gateway.planner import ResponseOwners
-from kvroute.gateway.poison import Loss, LostRequests
+from kvroute.relay.poison import Loss, LostRequests
+from kvroute.relay.stored_responses import ResponseOwners
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
 from kvroute.replicas.envelope import ID_BYTES
@@ -70,8 +70,8 @@ from kvroute.routing.strategies.session import Session
 from kvroute.wire.lmcache_server import CacheServerStore
 
 if TYPE_CHECKING:
-    from kvroute.app.cache_tracker import CacheMapPublisher
-    from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
+    from kvroute.caches.mirror import CacheTrackerMirror
+    from kvroute.caches.tracker import CacheMapPublisher
     from kvroute.replicas.cache_reports import CacheReports
 
 

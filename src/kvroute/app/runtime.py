@@ -14,55 +14,53 @@ from typing import TYPE_CHECKING, Any, Self
 from fastapi import FastAPI
 from prometheus_client.registry import Collector
 
-from kvroute.app.collectors import (
-    complete_families,
-    count_tasks,
-    fleet_gauges,
-    index_gauges,
-    load_gauges,
-    tier_gauges,
-)
-from kvroute.app.config import Config, masked
-from kvroute.app.metrics_compat import VllmRouterMetrics
+from kvroute.access.client_keys import KeyRing
+from kvroute.access.jwt import TokenVerifier
+from kvroute.access.key_file import read_key_file
+from kvroute.access.keys import AdminKeys, KeyCheck
+from kvroute.admin.api import admin_routes, page_routes
+from kvroute.admin.application import build_application
+from kvroute.admin.control import control_routes
+from kvroute.admin.engine_control import EngineControl
+from kvroute.admin.guard import AdminGuard
+from kvroute.admin.key_guesses import KeyGuesses
+from kvroute.admin.live import KEEP_RECORDING_S, LiveFigures
+from kvroute.admission.request_queue import Permits, RequestQueue
+from kvroute.app.collectors import complete_families, count_tasks, fleet_gauges, index_gauges, load_gauges
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
 from kvroute.app.scaling import Scaling, cache_value_of
 from kvroute.blocks.keys import Tier
+from kvroute.caches.metrics import tier_gauges
 from kvroute.clock import Clock, SystemClock
+from kvroute.config.config import Config
+from kvroute.config.loading import masked
 from kvroute.fleet.discovery.base import Discoverer, ShrinkLimits
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.gateway.access import AdminKeys, KeyCheck
-from kvroute.gateway.admin import admin_routes, page_routes
-from kvroute.gateway.admin_guard import AdminGuard
-from kvroute.gateway.application import build_application
-from kvroute.gateway.asleep import SleepersLeft
-from kvroute.gateway.attempts import AttemptDeps, RetryBudget
-from kvroute.gateway.client_keys import KeyRing
-from kvroute.gateway.control import control_routes
-from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.decision_lines import announcer
-from kvroute.gateway.engine_control import EngineControl
-from kvroute.gateway.exchange import ExchangeDeps, PredictionAudit
-from kvroute.gateway.journal import Journal
-from kvroute.gateway.jwt import TokenVerifier
-from kvroute.gateway.key_file import read_key_file
-from kvroute.gateway.key_guesses import KeyGuesses
-from kvroute.gateway.live import KEEP_RECORDING_S, LiveFigures
-from kvroute.gateway.own_limits import DescriptorLimit, MemoryWatch, memory_reader
-from kvroute.gateway.planner import Planner, ResponseOwners, StoredResponses
-from kvroute.gateway.poison import LostRequests
-from kvroute.gateway.preparation import KeySpaces
-from kvroute.gateway.request_queue import Permits, RequestQueue
-from kvroute.gateway.sagemaker import Invocations
-from kvroute.gateway.session_keys import SessionKeys
-from kvroute.gateway.streams import StreamWaits
-from kvroute.gateway.tracing import Tracer, make_tracer
+from kvroute.http.overload import DescriptorLimit, MemoryWatch, memory_reader
+from kvroute.journal.compat_log_lines import announcer
+from kvroute.journal.compat_metrics import VllmRouterMetrics
+from kvroute.journal.journal import Journal
+from kvroute.journal.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
+from kvroute.relay.asleep import SleepersLeft
+from kvroute.relay.attempts import AttemptDeps
+from kvroute.relay.dataplane import DataPlane
+from kvroute.relay.exchange import ExchangeDeps
+from kvroute.relay.feedback import PredictionAudit
+from kvroute.relay.key_spaces import KeySpaces
+from kvroute.relay.planner import Planner
+from kvroute.relay.poison import LostRequests
+from kvroute.relay.retry_budget import RetryBudget
+from kvroute.relay.sagemaker import Invocations
+from kvroute.relay.session_keys import SessionKeys
+from kvroute.relay.stored_responses import ResponseOwners, StoredResponses
 from kvroute.replicas.metrics import GatewayMetrics, PageCollector, channel_metrics, read
+from kvroute.request.streams import StreamWaits
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Observer, Router
 from kvroute.routing.strategies.kvaware import KvAwareOptions
@@ -75,9 +73,9 @@ from kvroute.upstream.transport import AnyWorkerTransport, Transports
 from kvroute.upstream.writes import Outbox
 
 if TYPE_CHECKING:
-    from kvroute.app.cache_tracker import CacheMapPublisher, CacheTracker
-    from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
     from kvroute.app.replica import Replica
+    from kvroute.caches.mirror import CacheTrackerMirror
+    from kvroute.caches.tracker import CacheMapPublisher, CacheTracker
 
 log = logging.getLogger("kvroute.runtime")
 
@@ -193,7 +191,7 @@ class Runtime:
         self._departed = DepartedSeries(self.metrics, clock, self.metrics.forget_workers)
         self.metrics.call_before_collect(partial(count_tasks, self.metrics))
         self.fleet.subscribe(self._fleet_changed)
-        self.fleet.subscribe(SleepersLeft(self.plane.admission.requests))
+        self.fleet.subscribe(SleepersLeft(self.plane.entry_control.requests))
         self.metrics.registry.register(
             Gauges(
                 lambda: fleet_gauges(self.fleet, self.health, self._discoverer),
@@ -237,7 +235,7 @@ class Runtime:
             watch = MemoryWatch(
                 memory_reader(server.memory_limit_bytes),
                 server.memory_watermark,
-                self.plane.admission.shed,
+                self.plane.entry_control.shed,
                 self.metrics,
                 self._clock,
             )
@@ -280,7 +278,7 @@ class Runtime:
         """Construct the cache tracker: process 0 reads the workers' events, the others mirror its map."""
         # Imported here because it loads tokenizers, templates, ZMQ and Redis: 16 MiB that a gateway without a
         # map does not need.
-        from kvroute.app.cache_tracker import CacheTracker
+        from kvroute.caches.tracker import CacheTracker
 
         config, clock, replica = self._config, self._clock, self._replica
         limits = self._isolation, self._slot_removed, self._token_timeout_s
@@ -288,9 +286,9 @@ class Runtime:
         mesh, channel = (None, None) if replica is None else (replica.mesh, replica.channel)
         if replica is None or mesh is None:
             return CacheTracker(*shared, self._rate_measured, channel, None, self._cache_cleared)
-        from kvroute.app.cache_tracker import CacheMapPublisher
-        from kvroute.app.cache_tracker_mirror import CacheTrackerMirror
         from kvroute.app.replica import TRACKING_PROCESS
+        from kvroute.caches.mirror import CacheTrackerMirror
+        from kvroute.caches.tracker import CacheMapPublisher
 
         if replica.number != TRACKING_PROCESS:
             self._mirror = mirror = CacheTrackerMirror(
@@ -511,7 +509,7 @@ class Runtime:
             streams=self.cache_tracker.streams if self.cache_tracker else list,
             slow=self._slow_sections,
             keep_recording_s=self._keep_recording_s,
-            is_shutting_down=lambda: self.plane.admission.is_shutting_down,
+            is_shutting_down=lambda: self.plane.entry_control.is_shutting_down,
             peers=None if self._replica is None else self._replica.mesh,
             member="" if self._replica is None else self._replica.name,
         )

@@ -10,8 +10,8 @@ from typing import Final
 
 from prometheus_client.core import Metric
 
-from kvroute.app.config import Config
 from kvroute.clock import Clock
+from kvroute.config.config import Config
 from kvroute.errors import DiscoveryError
 from kvroute.fleet.discovery.kubernetes_api import KubernetesApi, access_of
 from kvroute.fleet.fleet import Fleet, FleetChange

@@ -25,24 +25,26 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
-from kvroute.app.config import Config, ConfigSource, check_files
+from kvroute.access.admin_key import key_lines, key_path, read_or_create_key, user_state_folder
+from kvroute.access.keys import AdminKeys
+from kvroute.admin.application import Front
 from kvroute.app.listening import Backlog, TlsListener, check_picker, picker_listener, picker_plane
 from kvroute.app.reloading import InForce, SharedReload, reloading
 from kvroute.app.replica import Replica, redis_channel
 from kvroute.app.runtime import Runtime
 from kvroute.clock import SystemClock
+from kvroute.config.config import Config
+from kvroute.config.loading import ConfigSource, check_files
 from kvroute.dual_stack import EVERY_ADDRESS, dual_stack_socket
 from kvroute.errors import ConfigError
-from kvroute.gateway.access import AdminKeys
-from kvroute.gateway.admin_guard import key_lines, key_path, read_or_create_key, user_state_folder
-from kvroute.gateway.application import Front
-from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.edge import ClientBounds, EdgeProtocol
-from kvroute.gateway.fastlane import fast_lane
-from kvroute.gateway.options import AFTER_CUT_S, ServerOptions
-from kvroute.gateway.own_limits import keep_freed_memory, use_huge_pages
-from kvroute.gateway.trimmed import TrimmedProtocol, fast_lane_problem, trimmed_protocol_problem
+from kvroute.http.allocator import keep_freed_memory, use_huge_pages
+from kvroute.http.asgi_protocol import TrimmedProtocol
+from kvroute.http.edge import ClientBounds, EdgeProtocol
+from kvroute.http.fastlane import fast_lane
+from kvroute.http.options import AFTER_CUT_S, ServerOptions
+from kvroute.http.protocol_checks import fast_lane_problem, trimmed_protocol_problem
 from kvroute.logs import configure
+from kvroute.relay.dataplane import DataPlane
 from kvroute.replicas.envelope import ID_BYTES
 from kvroute.replicas.mesh import Mesh, SharedPort, make_socket_folder
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
@@ -217,7 +219,7 @@ class GatewayServer(uvicorn.Server):
         yield
 
     def _begin_shutdown(self) -> None:
-        self._runtime.plane.admission.announce_shutdown()
+        self._runtime.plane.entry_control.announce_shutdown()
         self.should_exit = True
         if self._delay_s:
             self._close_after_answers()
@@ -235,7 +237,7 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         plane = self._runtime.plane
-        plane.admission.announce_shutdown()
+        plane.entry_control.announce_shutdown()
         if self._delay_s:
             log.info(
                 "shutting down in %g s (server.shutdown_delay_s): not ready, still serving", self._delay_s
@@ -245,7 +247,7 @@ class GatewayServer(uvicorn.Server):
         if self._picker is not None:
             # Streams that Envoy has opened are still answered.
             await self._picker.close(self._drain_timeout_s, self._next_stage)
-        plane.admission.close()
+        plane.entry_control.close()
         if self._tls is not None:
             await self._tls.aclose()
         self._backlog.close()
@@ -254,11 +256,11 @@ class GatewayServer(uvicorn.Server):
             server.close()
         for listening in sockets or ():
             listening.close()
-        if plane.admission.in_flight:
+        if plane.entry_control.in_flight:
             log.info(
                 "shutting down: waiting for %d requests, at most %g s (server.drain_timeout_s); a second "
                 "Ctrl-C ends them",
-                plane.admission.in_flight,
+                plane.entry_control.in_flight,
                 self._drain_timeout_s,
             )
         else:
@@ -291,8 +293,8 @@ class GatewayServer(uvicorn.Server):
         while left_s > 0 and not await self._wait(min(_PROGRESS_S, left_s)):
             left_s = began + self._drain_timeout_s - clock.now()
             if left_s > 0:
-                log.info("waiting for %d requests", self._runtime.plane.admission.in_flight)
-        cut = self._runtime.plane.admission.cut()
+                log.info("waiting for %d requests", self._runtime.plane.entry_control.in_flight)
+        cut = self._runtime.plane.entry_control.cut()
         if cut:
             log.warning(
                 "cut %d requests after %.0f s (server.drain_timeout_s, or SIGINT)", cut, clock.now() - began

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
-from kvroute.app.config import Loaded, check_files, resolved_yaml
+from kvroute.access.key_file import new_key, read_key_file
 from kvroute.cli.serve import InvalidConfiguration, configured
+from kvroute.config.loading import Loaded, check_files
+from kvroute.config.yaml_output import resolved_yaml
 from kvroute.errors import ConfigError
 from kvroute.fleet.discovery.file import read_workers_file
-from kvroute.gateway.key_file import new_key, read_key_file
 from kvroute.openai.rewriting import key_space
 
 _FIX = "kvroute.check.fix"

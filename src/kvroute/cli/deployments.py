@@ -20,8 +20,8 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from kvroute.app.config import load
 from kvroute.clock import SystemClock
+from kvroute.config.loading import load
 from kvroute.deploy.endpoint import TINY_WORKERS, with_simulated_workers, with_tiny_engines
 from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings

@@ -23,12 +23,14 @@ import httpx
 from pydantic import SecretStr
 
 from kvroute import __version__
+from kvroute.access.admin_key import key_lines, key_path, user_state_folder
 from kvroute.answers import BoundedTransport
-from kvroute.app.config import Config, Loaded, load, masked
-from kvroute.app.config_loading import ConfigSetting
-from kvroute.app.tokenizing import model_folder
+from kvroute.caches.tokenizing import model_folder
 from kvroute.cli.serve import InvalidConfiguration, configured
 from kvroute.clock import SystemClock
+from kvroute.config.config import Config
+from kvroute.config.loading import Loaded, load, masked
+from kvroute.config.paths import ConfigSetting
 from kvroute.doctor.checks import diagnose, refused
 from kvroute.doctor.gather import CompareTokenizer, Gatherer
 from kvroute.doctor.observations import Deployment, Finding, Observations, Severity, exit_code
@@ -36,7 +38,6 @@ from kvroute.errors import ConfigError, InvalidConfig
 from kvroute.fleet.discovery.file import read_workers_file
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.worker import WorkerId, WorkerSpec
-from kvroute.gateway.admin_guard import key_lines, key_path, user_state_folder
 from kvroute.options import Options
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategy import Needs

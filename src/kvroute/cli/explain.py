@@ -12,9 +12,9 @@ from typing import Any
 import click
 import httpx
 
-from kvroute.app.config import load
-from kvroute.app.config_loading import ConfigSetting
 from kvroute.cli.doctor import CLIENT_KEY, TIMEOUT_S, CannotRun, admin_key
+from kvroute.config.loading import load
+from kvroute.config.paths import ConfigSetting
 from kvroute.errors import InvalidConfig
 
 

@@ -17,8 +17,7 @@ import click
 import yaml
 
 from kvroute import __version__, yaml_text
-from kvroute.app.config import Config, FlagFile, Loaded, load
-from kvroute.app.config_loading import ENVIRONMENT_PREFIX, ConfigSetting, Path, split
+from kvroute.access.admin_key import user_state_folder
 from kvroute.cli.vllm_router import (
     API_KEY,
     DEFAULTS,
@@ -31,8 +30,10 @@ from kvroute.cli.vllm_router import (
 )
 from kvroute.cli.vllm_router import FLAGS as ROUTER_FLAGS
 from kvroute.clock import SystemClock
+from kvroute.config.config import Config
+from kvroute.config.loading import FlagFile, Loaded, load
+from kvroute.config.paths import ENVIRONMENT_PREFIX, ConfigSetting, Path, split
 from kvroute.errors import ConfigError
-from kvroute.gateway.admin_guard import user_state_folder
 from kvroute.routing.registry import STRATEGIES
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Final
 
 import yaml
 
-from kvroute.app.config import Config
-from kvroute.app.config_loading import ConfigSetting, shape_at, split, without_userinfo
+from kvroute.config.config import Config
+from kvroute.config.paths import ConfigSetting, shape_at, split, without_userinfo
 from kvroute.errors import ConfigError
 from kvroute.routing.registry import STRATEGIES, needs_of
 from kvroute.routing.strategy import Needs

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from kvroute.access.admin_key import key_path, user_state_folder
 from kvroute.deploy.engine_install import TINY_MODELS
 from kvroute.deploy.processes import LOGS, ChildSpec
 from kvroute.deploy.render.reach import CONFIG, LMCACHE, WORKER_ARGS, findings_for
@@ -29,7 +30,6 @@ from kvroute.deploy.vllm_command import (
     vllm_environment,
 )
 from kvroute.errors import ConfigError
-from kvroute.gateway.admin_guard import key_path, user_state_folder
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 

@@ -17,11 +17,11 @@ from zlib import crc32
 from rich.console import Console
 from rich.text import Text
 
+from kvroute.access.admin_key import key_lines
 from kvroute.clock import Clock
 from kvroute.deploy.keeper import Keeper, ProcessPhase, remove_orphan_segments, show_status
 from kvroute.deploy.plan import ProcessPlan
 from kvroute.deploy.processes import ProcessState, StateFolder, UpState
-from kvroute.gateway.admin_guard import key_lines
 
 POLL_S = 0.2
 CHUNK_BYTES = 65_536

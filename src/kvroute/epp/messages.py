@@ -13,7 +13,7 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 
-from kvroute.gateway.headers import HeaderList, header
+from kvroute.openai.headers import HeaderList, header
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Request header and key of the metadata: the addresses that the request is for."""

@@ -14,22 +14,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvroute.admission.fair_queue import QueueEntry
 from kvroute.blocks.keys import BlockKey
 from kvroute.epp.endpoints import Endpoints
 from kvroute.epp.messages import AnswerHead, attempts_of
 from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.worker import Worker
-from kvroute.gateway.asgi import relay_body, stored_plan
-from kvroute.gateway.dataplane import DataPlane
-from kvroute.gateway.downstream import Downstream, InFlightRequest, field_pairs
-from kvroute.gateway.exchange import CLIENT_LEFT
-from kvroute.gateway.headers import HeaderList
-from kvroute.gateway.journal import Record, trace_id_in
-from kvroute.gateway.planner import RequestPlan, has_rank
-from kvroute.gateway.sagemaker import ADAPTER
-from kvroute.gateway.waiting import QueueEntry
+from kvroute.http.asgi import relay_body, stored_plan
 from kvroute.index.prefix_index import MapTrust
 from kvroute.openai.endpoints import Endpoint
+from kvroute.openai.headers import HeaderList
+from kvroute.relay.dataplane import DataPlane
+from kvroute.relay.planner import has_rank
+from kvroute.relay.sagemaker import ADAPTER
+from kvroute.request.downstream import Downstream, InFlightRequest, field_pairs
+from kvroute.request.plan import RequestPlan
+from kvroute.request.record import CLIENT_LEFT, Record, trace_id_in
 from kvroute.routing.router import Dispatch
 from kvroute.routing.strategy import CacheMap, Candidate, RouteDecision, RouteQuery
 
@@ -486,17 +486,17 @@ class PickerPlane(DataPlane):
         record.is_unseen = True
         if self.deps.attempts.log_traces and not record.trace_id:
             record.trace_id = trace_id_in(fields)
-        on_end: Callable[[PickedRequest], object] = self.admission.discard
+        on_end: Callable[[PickedRequest], object] = self.entry_control.discard
         if entry is not None and self.queue is not None:
             queue, waited = self.queue, entry
             assumed = queue.started(waited, plan.model, plan.query.tokens)
 
             def on_end(request: PickedRequest) -> None:
-                self.admission.discard(request)
+                self.entry_control.discard(request)
                 queue.finished(waited, assumed, round(assumed))  # the real number is not known
 
         request = PickedRequest(self, plan, places, record, client, on_end)
-        self.admission.add(request)
+        self.entry_control.add(request)
         request.start()
         body = plan.body_for(places[0].candidate.worker.id)
         client.picked(
@@ -532,7 +532,7 @@ class PickerPlane(DataPlane):
         client: PickAnswer,
     ) -> InFlightRequest:
         """Plan a request for one of the relayed endpoints. Raises GatewayError."""
-        self.admission.check(headers)
+        self.entry_control.check(headers)
         fields = self._read_fields(headers)
         return await relay_body(self, endpoint, body, target, headers, fields, record, client)
 
@@ -547,7 +547,7 @@ class PickerPlane(DataPlane):
         client: PickAnswer,
     ) -> InFlightRequest:
         """Plan a request for a stored response. Raises GatewayError."""
-        self.admission.check(headers)
+        self.entry_control.check(headers)
         plan = await stored_plan(self, response_id, method, body, target, headers, record)
         return self.start(plan, self._read_fields(headers), record, client)
 

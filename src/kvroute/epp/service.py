@@ -36,12 +36,12 @@ from kvroute.epp.messages import (
 )
 from kvroute.epp.picker import OwnAnswer, Pick, PickAnswer, PickedRequest, PickerPlane
 from kvroute.errors import BodyTooLarge, ConfigError, GatewayError, InvalidRequest, NotFound
-from kvroute.gateway.application import may_mislead
-from kvroute.gateway.asgi import Application, Message
-from kvroute.gateway.downstream import InFlightRequest
-from kvroute.gateway.headers import HeaderList, header
-from kvroute.gateway.journal import Record
+from kvroute.http.asgi import Application, Message
+from kvroute.http.authority import may_mislead
 from kvroute.openai.endpoints import ENDPOINTS, ErrorShape
+from kvroute.openai.headers import HeaderList, header
+from kvroute.request.downstream import InFlightRequest
+from kvroute.request.record import Record
 from kvroute.secret_files import writers_problem
 from kvroute.tls import ServerTlsOptions, Signature, signatures
 
@@ -402,7 +402,7 @@ class Health:
     """The health of the picker's gRPC services, for Envoy and for Kubernetes' probes."""
 
     def __init__(self, plane: PickerPlane, reasons_not_ready: Callable[[], Sequence[str]]) -> None:
-        self._admission = plane.admission
+        self._admission = plane.entry_control
         self._reasons = reasons_not_ready
 
     async def check(self, request: Any, context: Any) -> Any:
@@ -507,7 +507,7 @@ class Listener:
             await asyncio.wait({draining, interrupted}, return_when=asyncio.FIRST_COMPLETED)
             if not draining.done():
                 interrupt.clear()
-                self._processor.plane.admission.cut()
+                self._processor.plane.entry_control.cut()
             await draining
             await self._server.stop(_STOP_GRACE_S)
         finally:

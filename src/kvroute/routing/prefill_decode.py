@@ -2,7 +2,7 @@
 
 `choose` is the whole decision. It needs no sockets and no gateway: a model of a fleet calls it, or
 `Router.decide` with a view that has `FleetView.sides` and a query with `hands_over`, and reads
-`RouteDecision.handover`. It then works like this (`gateway/handover.py` does the same over sockets):
+`RouteDecision.handover`. It then works like this (`relay/handover.py` does the same over sockets):
 
 1. `Router.decide(query, view)` returns a decision whose first candidate answers. `decision.handover` is None
    if that worker computes the prompt, too.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.app.config import load
+from kvroute.config.loading import load
 from kvroute.deploy.render.config import render_config
 
 ROUTING = "spec.intelligentRoutingSpec"

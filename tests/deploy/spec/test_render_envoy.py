@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner
 from tests.epp.conftest import envoy_program
 
-from kvroute.app.config import load
 from kvroute.cli import main
+from kvroute.config.loading import load
 from kvroute.deploy.render.envoy import PICKER_PORTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"

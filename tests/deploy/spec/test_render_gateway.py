@@ -9,7 +9,8 @@ import yaml
 from tests.support.manifests import check
 from tests.support.rendered_redis import PASSWORDS, answers_to_auth
 
-from kvroute.app.config import Config, load
+from kvroute.config.config import Config
+from kvroute.config.loading import load
 from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
 from kvroute.deploy.render.kubernetes import SECRET_FILE, kubernetes_objects, render_kubernetes
 from kvroute.deploy.render.manifest import with_earlier_keys

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from tests.support.manifests import RELEASES, check
 
-from kvroute.app import config_loading
-from kvroute.app.config import Config, load
 from kvroute.app.reference import families
+from kvroute.config import paths as config_loading
+from kvroute.config.config import Config
+from kvroute.config.loading import load
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.config import SECRET_OPTIONS
 from kvroute.deploy.render.kubernetes import (

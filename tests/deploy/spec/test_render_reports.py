@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.app.config import Config, load
+from kvroute.config.config import Config
+from kvroute.config.loading import load
 from kvroute.deploy.engine_install import TINY_MODELS
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 from tests.support.pairs import plans_of, server_commands
 
-from kvroute.app.config import Config
+from kvroute.config.config import Config
 from kvroute.deploy.render.config import gateway_config
 from kvroute.deploy.render.worker_args import container_environment, worker_argv
 from kvroute.deploy.spec.versions import LMCACHE, PAIRS, Pair

@@ -371,4 +371,4 @@ async def test_500_generated_requests_are_the_same_direct_and_through_kvroute(pa
 
     assert outcomes[True] >= 350
     assert outcomes[False] >= 50
-    assert pair.gateway.runtime.plane.admission.in_flight == 0
+    assert pair.gateway.runtime.plane.entry_control.in_flight == 0

@@ -51,7 +51,7 @@ from kvroute.deploy.spec.worker import (
     VolumeMount,
     WorkerSection,
 )
-from kvroute.gateway.options import ServerOptions
+from kvroute.http.options import ServerOptions
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 

@@ -1,0 +1,1 @@
+"""The queue of requests that wait for a worker with a permit."""

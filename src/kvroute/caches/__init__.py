@@ -1,0 +1,1 @@
+"""What the workers hold: KV events, LMCache and exact tokens put together."""

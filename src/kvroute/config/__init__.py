@@ -1,0 +1,1 @@
+"""The configuration: all options together, loaded, checked and printed."""

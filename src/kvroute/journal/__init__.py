@@ -1,0 +1,1 @@
+"""What happened to each request: metrics, log lines, decisions and spans."""

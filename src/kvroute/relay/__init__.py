@@ -1,0 +1,1 @@
+"""From a request's body to its answer: reading, planning, attempts, exchange."""
