@@ -15,6 +15,7 @@ from kvroute.errors import BodyTooLarge, GatewayError, InvalidRequest, KvrouteEr
 from kvroute.openai.endpoints import Endpoint, ErrorShape
 from kvroute.openai.headers import HeaderList, header
 from kvroute.openai.rewriting import check_response_owner
+from kvroute.relay.call import Call
 from kvroute.relay.dataplane import DataPlane
 from kvroute.relay.stored_responses import check_response_id
 from kvroute.request.downstream import Downstream, InFlightRequest, field_pairs
@@ -210,7 +211,7 @@ async def relay_body(
     if endpoint.stores_response and (previous := request.text("previous_response_id")):
         check_response_owner(plane.tenant(headers), previous, "previous_response_id")
         owner = await plane.stored.find(previous)
-    return plane.relay(request, target, headers, fields, record, client, owner)
+    return plane.relay(Call(request, target, headers, fields, record, client, owner))
 
 
 async def stored_plan(

@@ -24,6 +24,7 @@ from kvroute.http.request_heads import PlainRequest, PlainRequests
 from kvroute.openai.bounded import STEPWISE_BYTES
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.headers import HeaderList, header
+from kvroute.relay.call import Call
 from kvroute.relay.dataplane import DataPlane
 from kvroute.request.downstream import InFlightRequest
 from kvroute.request.record import Record
@@ -310,7 +311,7 @@ class FastLaneProtocol(EdgeProtocol):
                 )
             else:
                 parsed = plane.bodies.read(endpoint, body, headers)
-                exchange = plane.relay(parsed, request.target, headers, request.fields, record, self)
+                exchange = plane.relay(Call(parsed, request.target, headers, request.fields, record, self))
         except GatewayError as error:
             plane.continue_trace(record, request.fields)
             plane.refuse(record, error, self, endpoint.errors)

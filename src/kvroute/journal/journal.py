@@ -74,6 +74,9 @@ class Journal:
                 (record.tokens, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
             )
             use.end(now, prompt, completion, attempts=record.attempts, status=record.status)
+        if record.on_end is not None:
+            for callback in record.on_end:
+                callback(record)
         waiting = self._waiting
         waiting.append(record)
         if self._timer is None:

@@ -10,9 +10,10 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from itertools import chain, count
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -30,7 +31,6 @@ from kvroute.errors import (
     ShuttingDown,
     WorkerUnreachable,
 )
-from kvroute.fleet.worker import WorkerId
 from kvroute.journal.compat_log_lines import Announce
 from kvroute.journal.tracing import Tracer
 from kvroute.metrics import Metrics
@@ -41,6 +41,7 @@ from kvroute.openai.kv_transfer import is_address
 from kvroute.openai.prefix_cache import SeenBodies, large_request
 from kvroute.openai.request import InferenceRequest, model_alone, parse_request
 from kvroute.relay.attempts import Attempts
+from kvroute.relay.call import Call
 from kvroute.relay.entry_control import EntryControl
 from kvroute.relay.exchange import Exchange, ExchangeDeps
 from kvroute.relay.handover import exchange_with_roles, without_encodings
@@ -69,6 +70,14 @@ _RANK = frozenset({b"x-data-parallel-rank"})
 _OWN_KEYS = frozenset({b"authorization", b"x-api-key"})
 """Headers that may hold a key of this gateway: see `KeyCheck`."""
 _LOW_DIGITS = tuple(b"%02x" % low for low in range(256))
+
+
+class Stage(Protocol):
+    """What a part does with each request before it is planned. It does not wait."""
+
+    def enter(self, call: Call) -> None:
+        """Let the request pass, or raise a GatewayError. What it holds it releases by `Record.on_end`."""
+        ...
 
 
 class BodyReader:
@@ -196,7 +205,10 @@ class DataPlane:
         max_in_flight: int,
         held_bytes: int,
         tracer: Tracer | None = None,
+        stages: Sequence[Stage] = (),
     ) -> None:
+        self.stages = tuple(stages)
+        """What parts check of a request before it is planned, in their order."""
         self.planner = planner
         self._tracer = tracer
         self.stored = stored
@@ -286,86 +298,91 @@ class DataPlane:
             return Record(sent_id, path, self._now())
         return Record(next(self._request_ids), path, self._now())
 
-    def relay(
-        self,
-        request: InferenceRequest,
-        target: bytes,
-        headers: Headers,
-        fields: bytes,
-        record: Record,
-        client: Downstream,
-        owner: WorkerId | None = None,
-        prepared: Prepared | None = None,
-        entry: QueueEntry | None = None,
-    ) -> InFlightRequest:
-        """Plan the request and start its exchange.
+    def relay(self, call: Call) -> InFlightRequest:
+        """Let the request pass its stages in order, plan it and start its exchange.
 
-        If the strategy needs the prompt's tokens and they are not cached, a task prepares them and calls this
-        again with `prepared`. If no worker has a permit, the request waits, and the queue calls this again
-        with its `entry`. Raises the errors of `Planner.plan`, `admit_key` and `RequestQueue.may_start`.
+        The stages: trace, keys and tenant, `stages`, exact tokens, queue, plan, start. A request that waits
+        for its tokens or for a permit is continued by a task or by the queue. Raises the errors of
+        `Planner.plan`, `admit_key`, `Stage.enter` and `RequestQueue.may_start`.
         """
-        # `partial` instead of nested functions: those would make a cell of each variable at every request.
-        tracer = self._tracer
-        if tracer is not None and prepared is None and entry is None:
-            fields = tracer.begin(record, fields)
+        request, record = call.request, call.record
+        if self._tracer is not None:
+            call.fields = self._tracer.begin(record, call.fields)
             if record.trace is not None:
                 record.trace.received = self._now()
         is_sagemaker = request.endpoint.is_sagemaker
         if is_sagemaker:
-            self.invocations.named(request, headers)
+            self.invocations.named(request, call.headers)
         if self._keys is not None and record.use is None:
-            self.admit_key(request, headers, record)
+            self.admit_key(request, call.headers, record)
         if is_sagemaker:
-            owner = self.invocations.owner(request, headers)
+            call.owner = self.invocations.owner(request, call.headers)
+        for stage in self.stages:
+            stage.enter(call)
         preparer = self._preparer
-        if preparer is not None and prepared is None:
+        if preparer is not None:
             if self.lost.sizes:
                 # A worker computes something of the prompt for its tokens, too.
-                self._check_lost(request, target, headers, fields, record, owner)
-            model = self.planner.model_to_tokenize(request, headers)
+                self._check_lost(call)
+            model = self.planner.model_to_tokenize(request, call.headers)
             if model is not None:
-                prepared = preparer.try_cached(request, model)
-                if prepared is None:
+                call.prepared = preparer.try_cached(request, model)
+                if call.prepared is None:
                     if self.queue is not None and request.endpoint.fills_kv_cache:
                         # A request that will be refused must not wait for its tokens first.
-                        self.queue.check_room(self._entry(self.queue, request, headers, record, owner))
-                    prepare = partial(preparer.prepare, request, model)
-                    again = partial(self.relay, request, target, headers, fields, record, client, owner)
-                    start = partial(_relay_prepared, prepare, again)
-                    return self._start_later(request.endpoint.errors, record, client, start)
+                        self.queue.check_room(self._entry(self.queue, call))
+                    # `partial` instead of nested functions: those would make a cell of each variable at
+                    # every request.
+                    start = partial(self._relay_prepared, call, partial(preparer.prepare, request, model))
+                    return self._start_later(request.endpoint.errors, record, call.client, start)
+        return self._start_or_wait(call)
+
+    async def _relay_prepared(
+        self, call: Call, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> InFlightRequest:
+        call.prepared = await prepare()
+        return self._start_or_wait(call)
+
+    def _start_or_wait(self, call: Call) -> InFlightRequest:
+        """Start the exchange if a worker has a permit; otherwise the request waits in the queue."""
+        request, record = call.request, call.record
         # Plans must be made in the order of their time, and others may have been planned while this one
         # waited.
-        now = started = record.started
-        if prepared is not None or request.endpoint.stores_response:
+        now = record.started
+        if call.prepared is not None or request.endpoint.stores_response:
             now = self._now()
-        if self.queue is not None and request.endpoint.fills_kv_cache:
-            if entry is None:
-                entry = self._entry(self.queue, request, headers, record, owner)
-                if not self.queue.may_start(entry):
-                    head = self._queued_head(request, record, client)
-                    if head is not None:  # its stream must not be compressed
-                        client, fields = head, without_encodings(fields)
-                    again = partial(
-                        self.relay, request, target, headers, fields, record, client, owner, prepared, entry
-                    )
-                    waited = partial(self._relay_waited, record, entry, again)
-                    return self._wait(
-                        self.queue, entry, request.endpoint.errors, record, client, waited, head
-                    )
-            else:
-                now = started = self._now()
+        queue = self.queue
+        if queue is not None and request.endpoint.fills_kv_cache:
+            call.entry = self._entry(queue, call)
+            if not queue.may_start(call.entry):
+                head = self._queued_head(request, record, call.client)
+                if head is not None:  # its stream must not be compressed
+                    call.client, call.fields = head, without_encodings(call.fields)
+                return self._wait(queue, call, call.entry, head)
+        return self._plan_and_start(call, now, record.started)
+
+    def _start_waited(self, call: Call, entry: QueueEntry) -> InFlightRequest:
+        """Continue a request to which the queue has given a permit."""
+        now = self._now()
+        call.record.queued_s = now - entry.entered
+        return self._plan_and_start(call, now, now)
+
+    def _plan_and_start(self, call: Call, now: float, started: float) -> InFlightRequest:
+        """Plan at the time `now`. `started`: since when the time of routing counts."""
+        request, record, prepared, entry = call.request, call.record, call.prepared, call.entry
+        target, headers, fields = call.target, call.headers, call.fields
         trace = record.trace
         if trace is not None:
             trace.planned = self._now()
             if prepared is not None:
                 trace.prepared = trace.planned - record.queued_s
         try:
-            plan = self.planner.plan(request, target, headers, now, owner, prepared, fields=fields)
+            plan = self.planner.plan(request, target, headers, now, call.owner, prepared, fields=fields)
         except OverLimit as error:  # a limit on prompts, which are first read here
             request = self.bodies.forward_unread(request.endpoint, request.body, error)  # never a tenant's
             if record.use is not None:
                 self._check_may_be_unread(request, record.use.client)
-            plan = self.planner.plan(request, target, headers, now, owner, fields=fields)
+            plan = self.planner.plan(request, target, headers, now, call.owner, fields=fields)
         if prepared is not None and prepared.lost is not None and not record.begun:
             record.begun = 1
             self.lost.lost(prepared.lost, record.key, plan.target, plan.body, plan.model)
@@ -390,32 +407,21 @@ class DataPlane:
                 plan, record.decision = replace(plan, decision=decision), decision
         if self._announce is not None:
             self._announce(plan, record, None)
-        if is_sagemaker:
+        if request.endpoint.is_sagemaker:
             fields = with_adapter(fields, headers, plan.model)
-        return self.start(plan, fields, record, client, entry)
+        return self.start(plan, fields, record, call.client, entry)
 
-    def _check_lost(
-        self,
-        request: InferenceRequest,
-        target: bytes,
-        headers: Headers,
-        fields: bytes,
-        record: Record,
-        owner: WorkerId | None,
-    ) -> None:
+    def _check_lost(self, call: Call) -> None:
         """Raise RequestLostWorkers if the request's body, as it would be sent, is refused."""
+        record = call.record
         try:
-            plan = self.planner.plan(request, target, headers, record.started, owner, fields=fields)
+            plan = self.planner.plan(
+                call.request, call.target, call.headers, record.started, call.owner, fields=call.fields
+            )
         except OverLimit:  # it is sent unread, if at all, and checked then
             return
         if len(plan.body) in self.lost.sizes:
             self.lost.check(record.key, plan.target, plan.body)
-
-    def _relay_waited(
-        self, record: Record, entry: QueueEntry, relay: Callable[[], InFlightRequest]
-    ) -> InFlightRequest:
-        record.queued_s = self._now() - entry.entered
-        return relay()
 
     def admit_key(self, request: InferenceRequest, headers: Headers, record: Record) -> None:
         """Check what the request's named key permits, and account for the request until it is recorded.
@@ -473,7 +479,7 @@ class DataPlane:
             except GatewayError:
                 self.continue_trace(record, fields)
                 raise
-            return self.relay(request, target, headers, fields, record, client)
+            return self.relay(Call(request, target, headers, fields, record, client))
 
         return self._start_later(endpoint.errors, record, client, start)
 
@@ -517,20 +523,14 @@ class DataPlane:
         else:
             self.refuse(record, ShuttingDown("The gateway is shutting down."), client, shape)
 
-    def _entry(
-        self,
-        queue: RequestQueue,
-        request: InferenceRequest,
-        headers: Headers,
-        record: Record,
-        owner: WorkerId | None,
-    ) -> QueueEntry:
+    def _entry(self, queue: RequestQueue, call: Call) -> QueueEntry:
         """The queue's entry for a request. A named key's client may lower its priority, not raise it."""
+        request, record, headers = call.request, call.record, call.headers
         priority, weight = requested_priority(request, headers), 1.0
         if record.use is not None:
             key = record.use.client.key
             priority, weight = max(priority, key.priority), key.weight
-        target = Target(self.planner.resolve(request.model), owner)
+        target = Target(self.planner.resolve(request.model), call.owner)
         return queue.entry(target, record.key, weight, priority, self.planner.session_of(request, headers))
 
     def _queued_head(
@@ -543,21 +543,15 @@ class DataPlane:
         return QueuedHead(client, request.endpoint.errors, record, waits, self.metrics)
 
     def _wait(
-        self,
-        queue: RequestQueue,
-        entry: QueueEntry,
-        shape: ErrorShape,
-        record: Record,
-        client: Downstream,
-        start: Callable[[], InFlightRequest],
-        head: QueuedHead | None,
+        self, queue: RequestQueue, call: Call, entry: QueueEntry, head: QueuedHead | None
     ) -> WaitingRequest:
         """A request that waits until the queue starts it. `head`: its client, if that sends heads."""
+        record, client, shape = call.record, call.client, call.request.endpoint.errors
 
         def started() -> InFlightRequest:
             if head is not None:
                 head.left_queue()
-            exchange = start()
+            exchange = self._start_waited(call, entry)
             self.entry_control.discard(waiting)
             return exchange
 
@@ -674,12 +668,6 @@ class DataPlane:
         self.entry_control.cut()
         await asyncio.gather(*self._preparing, return_exceptions=True)
         self.journal.flush()
-
-
-async def _relay_prepared(
-    prepare: Callable[[], Awaitable[Prepared]], relay: Callable[..., InFlightRequest]
-) -> InFlightRequest:
-    return relay(prepared=await prepare())
 
 
 def _new_request_ids() -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from msgspec import Struct, field
 
@@ -138,6 +139,8 @@ class Record(Struct, eq=False, gc=False):
     handover: HandoverRecord | None = None
     """Set if another worker was to compute the prompt."""
     ended: float = 0.0
+    on_end: list[Callable[[Record], object]] | None = None
+    """Called once when the request is finished: what stages release then."""
     parent_worker: str = ""
     """The worker of the session that began this request's new session, if it was known when a worker was
     chosen."""
