@@ -35,6 +35,7 @@ class LoggingOptions(Options):
         "Lowest level that is logged.",
         higher="fewer lines",
         lower="more lines; `debug` costs time on every request",
+        reload=True,
     )
     format: Literal["text", "json"] = option("text", "One readable line, or one JSON object, per event.")
     requests: bool = option(

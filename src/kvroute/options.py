@@ -6,6 +6,7 @@ Option classes are frozen pydantic models in the room that uses them; they refus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -26,18 +27,35 @@ def option(
     unit: str = "",
     higher: str = "",
     lower: str = "",
+    reload: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one option.
 
     `unit` is written out ("s", "bytes", "tokens"). `higher` and `lower` say in a few words what improves or
-    gets worse with a higher or lower value. `constraints` are pydantic's (`ge`, `gt`, `le`,
+    gets worse with a higher or lower value. `reload`: the option, or each option of this section, may change
+    while the gateway runs. `constraints` are pydantic's (`ge`, `gt`, `le`,
     `default_factory`...).
     """
-    extra: dict[str, Any] = {"unit": unit, "higher": higher, "lower": lower}
+    extra: dict[str, Any] = {"unit": unit, "higher": higher, "lower": lower, "reload": reload}
     if "default_factory" in constraints:
         return Field(description=description, json_schema_extra=extra, **constraints)
     return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+def may_change(owner: type[Options], path: Sequence[str]) -> bool:
+    """Whether the option at `path`, or a section that contains it, is declared with `reload`."""
+    for key in path:
+        field = owner.model_fields.get(key)
+        if field is None:
+            return False
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("reload"):
+            return True
+        section = field.annotation
+        if not (isinstance(section, type) and issubclass(section, Options)):
+            return False
+        owner = section
+    return False
 
 
 def _switch(value: object) -> object:

@@ -6,13 +6,11 @@ import pytest
 from tests.support.clocks import AdvancingClock, ManualClock
 
 from kvroute.app.reloading import (
-    RELOADABLE,
     ConfigReload,
     InForce,
     SharedReload,
     changes,
     check_change,
-    is_reloadable,
     next_in_force,
     watch_file,
 )
@@ -22,6 +20,7 @@ from kvroute.config.loading import ConfigSource, FlagFile, load
 from kvroute.config.paths import ConfigSetting
 from kvroute.errors import InvalidConfig
 from kvroute.metrics import Metrics
+from kvroute.options import may_change
 
 WORKERS = "fleet:\n  workers: [http://127.0.0.1:1]\n"
 
@@ -39,14 +38,50 @@ def in_force_of(file) -> InForce:
     return InForce.at_start(loaded.config, str(file), ManualClock(), loaded.signature)
 
 
-@pytest.mark.parametrize("path", RELOADABLE)
-def test_each_entry_of_the_table_is_an_option(path):
-    assert config_loading.shape_at(Config, config_loading.split(path))
+def test_options_say_themselves_whether_they_may_change():
+    may = {
+        config_loading.dotted(path)
+        for path, field in config_loading.walk(Config)
+        if field.json_schema_extra["reload"]
+    }
+    assert may == {
+        "fleet.workers",
+        "fleet.aliases",
+        "fleet.health",
+        "routing.strategy",
+        "routing.costs",
+        "routing.models",
+        "routing.session.keys",
+        "retries",
+        "upstream.connect_timeout_s",
+        "upstream.first_byte_timeout_s",
+        "upstream.idle_timeout_s",
+        "upstream.keepalive_s",
+        "upstream.max_connections",
+        "upstream.max_idle",
+        "upstream.spare_connections",
+        "upstream.read_buffer_bytes",
+        "streams",
+        "server.max_in_flight",
+        "server.max_body_bytes",
+        "admission",
+        "logging.level",
+    }
 
 
-def test_options_that_start_like_a_reloadable_one_are_not_reloadable():
-    assert is_reloadable("retries.statuses")
-    assert not is_reloadable("fleet.workers_of_another_name")
+@pytest.mark.parametrize(
+    ("path", "may"),
+    [
+        ("retries.statuses", True),
+        ("fleet.health.interval_s", True),
+        ("fleet.workers_of_another_name", False),
+        ("fleet.file", False),
+        ("server.port", False),
+        ("nothing", False),
+    ],
+)
+def test_what_a_section_declares_holds_for_its_options(path, may):
+    assert may_change(Config, path.split(".")) is may
 
 
 def test_changes_are_named_option_by_option():

@@ -21,13 +21,12 @@ import annotated_types
 from prometheus_client.core import Metric
 from pydantic.fields import FieldInfo
 
-from kvroute.app.reloading import is_reloadable
 from kvroute.app.runtime import Runtime
 from kvroute.config import paths as config_loading
 from kvroute.config.config import Config
 from kvroute.config.paths import Path, dotted
 from kvroute.config.yaml_output import INDENT, LINE_CHARS, flow, section_of, yaml_lines
-from kvroute.options import Options
+from kvroute.options import Options, may_change
 
 PREFIX: Final = "kvroute_"
 
@@ -312,7 +311,7 @@ def _notes(path: Path, field: FieldInfo, is_section: bool) -> Sequence[str]:
     lines = _wrap(_summary(field), width)
     if is_section:
         return lines
-    if is_reloadable(dotted(path)):
+    if may_change(Config, [str(key) for key in path]):
         lines += _wrap("Reload: yes", width)
     for label, text in _facts(field):
         lines += _wrap(f"{label}: {text}", width, subsequent_indent=INDENT)
@@ -365,7 +364,7 @@ def _section(path: Path, owner: type[Options], values: Mapping[str, typing.Any])
             continue
         if config_loading.options_of(config_loading.shape_of(field.annotation)):
             continue  # a section without options
-        note = " Applies at a reload." if is_reloadable(dotted(here)) else ""
+        note = " Applies at a reload." if may_change(Config, [str(key) for key in here]) else ""
         rows.append(_row(name, field, flow(values[name]), note))
         entries += [(here, entry) for entry in _entries(field)]
     if path:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kvroute.clock import Clock, SystemClock
 from kvroute.config.config import Config
@@ -29,7 +29,7 @@ from kvroute.journal.compat_log_lines import announcer
 from kvroute.logs import configure
 from kvroute.metrics import Metrics
 from kvroute.openai.bounded import Bounded
-from kvroute.options import Options
+from kvroute.options import Options, may_change
 from kvroute.relay.dataplane import DataPlane
 from kvroute.relay.retry_budget import RetryBudget
 from kvroute.relay.session_keys import SessionKeys
@@ -41,40 +41,10 @@ from kvroute.upstream.transport import Transports
 
 log = logging.getLogger(__name__)
 
-RELOADABLE: Final = (
-    "fleet.workers",
-    "fleet.aliases",
-    "fleet.health",
-    "routing.strategy",
-    "routing.costs",
-    "routing.models",
-    "routing.session.keys",
-    "retries",
-    "upstream.connect_timeout_s",
-    "upstream.first_byte_timeout_s",
-    "upstream.idle_timeout_s",
-    "upstream.keepalive_s",
-    "upstream.max_connections",
-    "upstream.max_idle",
-    "upstream.spare_connections",
-    "upstream.read_buffer_bytes",
-    "streams",
-    "server.max_in_flight",
-    "server.max_body_bytes",
-    "admission",
-    "logging.level",
-)
-"""Options and sections that may change while the gateway runs. All others need a restart."""
-
 _DIGEST_CHARS = 16
 
 Applier = Callable[[Config], None]
 """Brings one service to a configuration. It must not wait, and must not fail for a valid configuration."""
-
-
-def is_reloadable(path: str) -> bool:
-    """Whether the option at the dotted path may change while the gateway runs."""
-    return any(path == each or path.startswith(each + ".") for each in RELOADABLE)
 
 
 def changes(before: Options, after: Options, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -101,7 +71,7 @@ def check_change(current: InForce, loaded: Loaded) -> list[str]:
             f"cannot change while the gateway runs: restart it{origin_note(path, loaded.origins)}",
         )
         for path in changed
-        if not is_reloadable(dotted(path))
+        if not may_change(type(loaded.config), path)
     ]
     # The queue, and the parts that read tokens, exist only if they were needed at the start.
     can_read_tokens = started.routing.may_need(Needs.TOKENS) or started.server.allow_strategy_header
@@ -272,7 +242,7 @@ class Services:
 
 
 def apply_changes(before: Config, config: Config, services: Services) -> None:
-    """Bring the services from `before` to `config`, which differs only in options of `RELOADABLE`."""
+    """Bring the services from `before` to `config`, which differs only in options that may change."""
     server, fleet, upstream, plane = config.server, config.fleet, config.upstream, services.plane
     configure(config.logging)
     names = fleet.aliases, config.configured_names

@@ -438,6 +438,7 @@ class FleetOptions(Options):
         (),
         "Workers known from the start: URLs, or mappings with `url`, `id`, `models`, `capacity_tokens`, "
         "`role`, `needs_health`.",
+        reload=True,
     )
     may_be_empty: Annotated[bool, Switch] = option(
         False,
@@ -477,7 +478,9 @@ class FleetOptions(Options):
     kubernetes: KubernetesOptions = option(default_factory=KubernetesOptions)
     dns: DnsOptions = option(default_factory=DnsOptions)
     aliases: dict[str, str] = option(
-        {}, "Other names for models or adapters: `alias: model`. An alias wins over a model of its name."
+        {},
+        "Other names for models or adapters: `alias: model`. An alias wins over a model of its name.",
+        reload=True,
     )
     worker_api_key: SecretStr | None = option(
         None,
@@ -486,7 +489,7 @@ class FleetOptions(Options):
         "instead of the client's key. Otherwise the client's own Authorization is passed on.",
     )
     worker_api_key_file: Path | None = option(None, "File with that key.")
-    health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.")
+    health: HealthOptions = option(HealthOptions(), "Probes, ejection and return.", reload=True)
 
     @model_validator(mode="after")
     def _names_are_clear(self) -> Self:

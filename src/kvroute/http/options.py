@@ -133,6 +133,7 @@ class ServerOptions(Options):
         higher="larger images and audio pass",
         lower="less memory one client can take",
         ge=1,
+        reload=True,
     )
     max_messages: int = option(
         LIMITS.max_messages,
@@ -208,6 +209,7 @@ class ServerOptions(Options):
         higher="longer queues in the workers",
         lower="clients get 429 earlier",
         ge=0,
+        reload=True,
     )
     config_poll_s: float = option(
         0.0,

@@ -111,8 +111,8 @@ def _with_strategy_sections(base: type[_O]) -> type[_O]:
 class RoutingOptions(Options):
     """How a worker is chosen. In every strategy the retry order, and every use of load, follows the costs."""
 
-    strategy: str = option("prefixaware", "The strategy: " + ", ".join(STRATEGIES) + ".")
-    costs: CostOptions = option(default_factory=CostOptions)
+    strategy: str = option("prefixaware", "The strategy: " + ", ".join(STRATEGIES) + ".", reload=True)
+    costs: CostOptions = option(default_factory=CostOptions, reload=True)
     prefill_decode: PrefillDecodeOptions = option(default_factory=PrefillDecodeOptions)
     learning: Annotated[bool, Switch] = option(
         True,
@@ -122,6 +122,7 @@ class RoutingOptions(Options):
     models: dict[str, ModelRouting] = option(
         description="Options of single models, by the name that their workers know.",
         default_factory=dict,
+        reload=True,
     )
 
     @field_validator("strategy")

@@ -20,6 +20,7 @@ class UpstreamOptions(Options):
         higher="slow networks are tolerated; a dead host delays a request for longer",
         lower="failover is quicker; a worker whose accept queue is full looks dead",
         gt=0,
+        reload=True,
     )
     first_byte_timeout_s: float = option(
         600.0,
@@ -29,6 +30,7 @@ class UpstreamOptions(Options):
         higher="long answers that are not streamed survive; a hung worker holds its requests longer",
         lower="a hung worker is noticed sooner; long answers are cut",
         ge=0,
+        reload=True,
     )
     idle_timeout_s: float = option(
         3600.0,
@@ -37,6 +39,7 @@ class UpstreamOptions(Options):
         higher="streams that pause for long survive",
         lower="a stream of a hung worker ends sooner",
         ge=0,
+        reload=True,
     )
     keepalive_s: float = option(
         4.0,
@@ -46,6 +49,7 @@ class UpstreamOptions(Options):
         lower="more new connections; below the worker's own limit (uvicorn's default: 5 s) no request is "
         "sent on a connection that the worker is closing",
         gt=0,
+        reload=True,
     )
     max_connections: int = option(
         0,
@@ -55,6 +59,7 @@ class UpstreamOptions(Options):
         higher="less waiting in the gateway; the worker's own queue holds the load",
         lower="the worker has fewer concurrent requests; more waiting and refusals in the gateway",
         ge=0,
+        reload=True,
     )
     max_idle: int = option(
         512,
@@ -63,6 +68,7 @@ class UpstreamOptions(Options):
         higher="bursts find open connections; more idle sockets on both sides",
         lower="fewer idle sockets; bursts open new connections",
         ge=0,
+        reload=True,
     )
     spare_connections: int = option(
         16,
@@ -73,6 +79,7 @@ class UpstreamOptions(Options):
         lower="fewer idle sockets and no connections without requests; the first requests after a pause "
         "wait for connects",
         ge=0,
+        reload=True,
     )
     read_buffer_bytes: int = option(
         262_144,
@@ -82,6 +89,7 @@ class UpstreamOptions(Options):
         higher="slow clients hold the worker back less; more memory",
         lower="less memory per slow client",
         gt=0,
+        reload=True,
     )
     verify_tls: Annotated[bool, Switch] = option(
         True,

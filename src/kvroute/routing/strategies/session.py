@@ -56,6 +56,7 @@ class SessionOptions(Options):
         "Sources of the session key, in this order: `header:NAME`, `cookie:NAME`, `body:FIELD`, or "
         "`embedded:FIELD`: the session id within a text of the body, which is JSON with `session_id` or ends "
         "with `_session_ID` (Claude Code's `metadata.user_id`). Every strategy but `roundrobin` reads them.",
+        reload=True,
     )
     epsilon: float = option(
         0.25,
