@@ -6,10 +6,10 @@ Option classes are frozen pydantic models in the room that uses them; they refus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 
 class Options(BaseModel):
@@ -41,6 +41,19 @@ def option(
     if "default_factory" in constraints:
         return Field(description=description, json_schema_extra=extra, **constraints)
     return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+_O = TypeVar("_O", bound=Options)
+
+
+def with_sections(base: type[_O], sections: Mapping[str, type[Options]]) -> type[_O]:
+    """A subclass of `base` with one more section for each option class, by name."""
+    fields: dict[str, Any] = {
+        name: (options, option(default_factory=options)) for name, options in sections.items()
+    }
+    return create_model(
+        base.__name__, __base__=base, __doc__=base.__doc__, __module__=base.__module__, **fields
+    )
 
 
 def may_change(owner: type[Options], path: Sequence[str]) -> bool:

@@ -18,7 +18,9 @@ def lines(attribution: Attribution, chosen: Candidate, strategy: str, reason: Ro
 
 
 def test_the_lines_name_worker_strategy_and_reason():
-    assert lines(Attribution(), candidate(), "roundrobin", RouteReason.ROUND_ROBIN) == [
+    assert lines(
+        Attribution(frozenset({"prefixaware", "kvaware"})), candidate(), "roundrobin", RouteReason.ROUND_ROBIN
+    ) == [
         b"x-kvroute-worker: w0",
         b"x-kvroute-strategy: roundrobin",
         b"x-kvroute-reason: round_robin",
@@ -34,7 +36,7 @@ def test_the_lines_name_worker_strategy_and_reason():
     ],
 )
 def test_a_strategy_that_predicts_hits_gives_each_requests_prediction(chosen, hits):
-    attribution = Attribution()
+    attribution = Attribution(frozenset({"prefixaware", "kvaware"}))
     lines(attribution, candidate(matched=7), "prefixaware", RouteReason.PREFIX_HIT)
 
     assert lines(attribution, chosen, "prefixaware", RouteReason.PREFIX_HIT)[3:] == [
@@ -44,7 +46,7 @@ def test_a_strategy_that_predicts_hits_gives_each_requests_prediction(chosen, hi
 
 
 def test_no_number_of_workers_fills_the_memory():
-    attribution = Attribution()
+    attribution = Attribution(frozenset({"prefixaware", "kvaware"}))
 
     def attribute(number: int) -> None:
         lines(attribution, candidate(f"w{number}"), "session", RouteReason.SESSION)

@@ -30,7 +30,7 @@ from pydantic import (
 from kvroute import yaml_text
 from kvroute.errors import ConfigError
 from kvroute.options import Options, option
-from kvroute.routing.registry import STRATEGIES
+from kvroute.routing.registry import STRATEGIES, is_strategy
 from kvroute.secret_files import writers_problem
 
 OPTION: Final = "server.client_keys.file"
@@ -77,8 +77,9 @@ def _as_list(value: object) -> object:
 
 
 def _known_strategies(value: frozenset[str]) -> frozenset[str]:
-    if not value <= STRATEGIES.keys():
-        raise ValueError(f"a strategy is none of {', '.join(STRATEGIES)}")
+    if not all(map(is_strategy, value)):
+        # Without the value: a key may stand in the wrong line.
+        raise ValueError(f"a strategy is none of {', '.join(STRATEGIES)}, nor of an installed distribution")
     return value
 
 

@@ -49,6 +49,7 @@ from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
 from kvroute.relay.asleep import SleepersLeft
 from kvroute.relay.attempts import AttemptDeps
+from kvroute.relay.attribution import Attribution
 from kvroute.relay.dataplane import DataPlane
 from kvroute.relay.exchange import ExchangeDeps
 from kvroute.relay.feedback import PredictionAudit
@@ -414,6 +415,7 @@ class Runtime:
             journal=self._journal,
             audit=PredictionAudit(self.audit, self.metrics, self.cache_tracker, self.router.reports),
             clock=self._clock,
+            attribution=Attribution(self.router.predicting),
             streams=StreamWaits(config.streams),
         )
         worker_authorization = (

@@ -39,7 +39,6 @@ from kvroute.fleet.discovery.file import read_workers_file
 from kvroute.fleet.discovery.registry import sources_of
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.options import Options
-from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.strategy import Needs
 from kvroute.tls import client_context
 from kvroute.tokens.chat import EngineFlags
@@ -326,7 +325,7 @@ def _deployment(
         workers=workers,
         strategies=used,
         reads_caches=config.routing.may_need(Needs.TOKENS),
-        uses_caches=any(STRATEGIES[name].has_affinity for name in used),
+        uses_caches=any(config.routing.types[name].has_affinity for name in used),
         kv_events=config.kv_events,
         lmcache=config.lmcache,
         worker_key=key.get_secret_value() if key else None,

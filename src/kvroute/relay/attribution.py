@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from kvroute.routing.registry import STRATEGIES
-from kvroute.routing.strategy import Candidate, Needs, RouteDecision, Tokens
+from kvroute.routing.strategy import Candidate, RouteDecision, Tokens
 
 _MAX_CACHED_LINES = 4096
-
-_PREDICTING = frozenset(
-    name for name, strategy in STRATEGIES.items() if strategy.needs in (Needs.PROMPT, Needs.TOKENS)
-)
-"""Strategies that predict cached tokens: those that read the prompt."""
 
 
 class Attribution:
     """The `x-kvroute-*` header lines of answers. Mutable: caches at most 4096 of them, by their values."""
 
-    def __init__(self) -> None:
+    def __init__(self, predicting: frozenset[str]) -> None:
+        """`predicting`: the strategies whose answers say how many tokens they expected to be cached."""
+        self._predicting = predicting
         self._cache: dict[tuple[str, str, str, int, Tokens | None], bytes] = {}
 
     def lines(self, candidate: Candidate, decision: RouteDecision) -> bytes:
@@ -36,17 +32,17 @@ class Attribution:
         if lines is None:
             if len(self._cache) >= _MAX_CACHED_LINES:
                 self._cache.clear()
-            lines = self._cache[key] = _lines(candidate, decision)
+            lines = self._cache[key] = _lines(candidate, decision, decision.strategy in self._predicting)
         return lines
 
 
-def _lines(candidate: Candidate, decision: RouteDecision) -> bytes:
+def _lines(candidate: Candidate, decision: RouteDecision, predicts: bool) -> bytes:
     own = b"x-kvroute-worker: %b\r\nx-kvroute-strategy: %b\r\nx-kvroute-reason: %b\r\n" % (
         candidate.worker.spec.id.encode(),
         decision.strategy.encode(),
         decision.reason.encode(),
     )
-    if decision.strategy not in _PREDICTING:
+    if not predicts:
         return own
     tokens, held = candidate.matched_tokens, candidate.held
     gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens

@@ -79,9 +79,9 @@ class ExchangeDeps:
     journal: Journal
     audit: PredictionAudit
     clock: Clock
+    attribution: Attribution
     streams: StreamWaits | None = None
     """None: heads of event streams wait for the first token, and there are no keep-alives."""
-    attribution: Attribution = field(default_factory=Attribution)
     now: Callable[[], float] = field(init=False)
     """`clock.now`. To look it up costs more than to call it."""
 

@@ -1,18 +1,20 @@
 """The registry of strategies by configured name, and the options under `routing`.
 
-A new strategy is a module in `routing/strategies` and an entry in `STRATEGIES`. Everything else (options,
-flags, the endpoint spec, what the gateway prepares for a request) follows from the class variables of the
-strategy.
+A new strategy is a module in `routing/strategies` and an entry in `STRATEGIES`, or an entry point
+`kvroute.strategies` of another distribution. Everything else (options, flags, the endpoint spec, what the
+gateway prepares for a request) follows from the class variables of the strategy.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Protocol, TypeVar
 
-from pydantic import create_model, field_validator
+from pydantic import field_validator
 
+from kvroute import plugins
 from kvroute.index.history import RouteHistory
-from kvroute.options import Options, Switch, option
+from kvroute.options import Options, Switch, option, with_sections
 from kvroute.routing.cost import CostModel
 from kvroute.routing.cost_parameters import CostOptions
 from kvroute.routing.prefill_decode import PrefillDecodeOptions
@@ -68,15 +70,32 @@ STRATEGIES: Final[dict[str, StrategyType]] = {
 }
 
 
+def strategy_type(name: str) -> StrategyType | None:
+    """The strategy called `name`: a built-in one, or one of another distribution; None if there is none.
+
+    Raises ConfigError if the other distribution cannot be imported.
+    """
+    built_in = STRATEGIES.get(name)
+    if built_in is not None or plugins.find(plugins.STRATEGIES, name) is None:
+        return built_in
+    plugin: StrategyType = plugins.load(plugins.STRATEGIES, name)
+    return plugin
+
+
 def needs_of(strategy: str | None) -> Needs | None:
     """The `needs` of the strategy called `strategy`; None for an unknown name."""
-    registered = None if strategy is None else STRATEGIES.get(strategy)
+    registered = None if strategy is None else strategy_type(strategy)
     return None if registered is None else registered.needs
 
 
+def is_strategy(name: str) -> bool:
+    """Whether a strategy has this name, a built-in one or one of an installed distribution."""
+    return name in STRATEGIES or plugins.find(plugins.STRATEGIES, name) is not None
+
+
 def _known_strategy(name: str) -> str:
-    if name not in STRATEGIES:
-        raise ValueError(f"{name!r} is none of {', '.join(STRATEGIES)}")
+    if not is_strategy(name):
+        raise ValueError(f"{name!r} is none of {', '.join(STRATEGIES)}, nor of an installed distribution")
     return name
 
 
@@ -97,20 +116,25 @@ _Section = TypeVar("_Section", bound=Options)
 
 
 def _with_strategy_sections(base: type[_O]) -> type[_O]:
-    """Class decorator: give `base` one section per strategy, named as the strategy."""
-    sections: dict[str, Any] = {
-        name: (strategy.options, option(default_factory=strategy.options))
-        for name, strategy in STRATEGIES.items()
-    }
-    return create_model(
-        base.__name__, __base__=base, __doc__=base.__doc__, __module__=base.__module__, **sections
-    )
+    """Class decorator: give `base` one section per built-in strategy, named as the strategy."""
+    return with_sections(base, {name: strategy.options for name, strategy in STRATEGIES.items()})
+
+
+def with_strategies(
+    base: type[RoutingOptions], strategies: Mapping[str, StrategyType]
+) -> type[RoutingOptions]:
+    """`base` with these strategies of other distributions, and a section for each."""
+    made = with_sections(base, {name: strategy.options for name, strategy in strategies.items()})
+    made.types = {**base.types, **strategies}
+    return made
 
 
 @_with_strategy_sections
 class RoutingOptions(Options):
     """How a worker is chosen. In every strategy the retry order, and every use of load, follows the costs."""
 
+    types: ClassVar[Mapping[str, StrategyType]] = STRATEGIES
+    """The strategies of this configuration, by name."""
     strategy: str = option("prefixaware", "The strategy: " + ", ".join(STRATEGIES) + ".", reload=True)
     costs: CostOptions = option(default_factory=CostOptions, reload=True)
     prefill_decode: PrefillDecodeOptions = option(default_factory=PrefillDecodeOptions)
@@ -137,11 +161,11 @@ class RoutingOptions(Options):
 
     def may_need(self, needs: Needs) -> bool:
         """Whether a configured strategy, for all models or for one, has these `needs`."""
-        return any(needs_of(name) is needs for name in self.strategies_used())
+        return any(self.types[name].needs is needs for name in self.strategies_used())
 
     def options_of(self, options: type[_Section]) -> _Section:
         """The section of the strategy whose option class is `options`."""
-        name = next(name for name, strategy in STRATEGIES.items() if strategy.options is options)
+        name = next(name for name, strategy in self.types.items() if strategy.options is options)
         section: _Section = getattr(self, name)
         return section
 

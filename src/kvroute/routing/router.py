@@ -19,7 +19,7 @@ from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
-from kvroute.routing.registry import STRATEGIES, RoutingOptions
+from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.reports import Answers, Discounts, Reports
 from kvroute.routing.scaling import CacheValue
 from kvroute.routing.sessions import SessionWorkers, hash_of_session
@@ -208,7 +208,7 @@ class Router:
         views = CacheViews(self._caches, self._in_flight, self._transfers, self.reports)
         self._strategies: dict[str, Strategy] = {
             name: make(getattr(options, name), self._costs, history, views)
-            for name, make in STRATEGIES.items()
+            for name, make in options.types.items()
         }
         self._views, self.caches = views, views.caches
         """`caches`: the map of the workers' caches."""
@@ -225,6 +225,16 @@ class Router:
         self._on_dispatch = {
             name: each.on_dispatch for name, each in self._strategies.items() if each.observes_dispatch
         }
+
+    @property
+    def predicting(self) -> frozenset[str]:
+        """Names of the strategies that read prompts, and so predict how much of one is cached."""
+        return self._keeps_sessions
+
+    @property
+    def observing(self) -> frozenset[str]:
+        """Names of the strategies that must be told of every dispatch, those of other processes included."""
+        return frozenset(self._on_dispatch)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -294,7 +304,7 @@ class Router:
 
     def redecider(self, name: str) -> Redecider:
         """Makes recorded decisions again with the strategy called `name` and its configured options."""
-        registered = STRATEGIES[name]
+        registered = self._options.types[name]
         return Redecider(name, registered.needs, partial(registered, getattr(self._options, name)))
 
     def holders(self, prefix: HotPrefix, workers: Sequence[Worker]) -> dict[WorkerId, Tokens]:
