@@ -66,12 +66,15 @@ class Package:
 
     source: Path
     stack: AsyncExitStack
+    python: str = sys.executable
     output: list[str] = field(default_factory=list)
+    processes: list[asyncio.subprocess.Process] = field(default_factory=list)
+    """In the order of their start."""
 
     async def run(self, *arguments: str, until: str) -> str:
         """Start `kvroute ARGUMENTS`; returns the first line of output that contains `until`."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvroute", *arguments,
+            self.python, "-m", "kvroute", *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -79,6 +82,7 @@ class Package:
             env={**os.environ, "PYTHONPATH": str(self.source), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert process.stdout is not None
+        self.processes.append(process)
         output: list[str] = []
 
         async def stop() -> None:

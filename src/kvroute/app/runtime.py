@@ -47,6 +47,9 @@ from kvroute.journal.journal import Journal
 from kvroute.journal.tracing import Tracer, make_tracer
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.bounded import Bounded
+from kvroute.parts.part import Background, ControlPlane, Families, Gateway, Notes, Reloads, Stage
+from kvroute.parts.part import Observer as PartObserver
+from kvroute.parts.registry import build_parts, distributions
 from kvroute.relay.asleep import SleepersLeft
 from kvroute.relay.attempts import AttemptDeps
 from kvroute.relay.attribution import Attribution
@@ -186,7 +189,12 @@ class Runtime:
         self._ring = self._read_ring()
         self._budget = RetryBudget(config.retries)
         self._lost = LostRequests(config.retries, clock, self.metrics)
+        number = 0 if replica is None else replica.number
+        gateway = Gateway(config, clock, self.metrics, self.fleet, self.router, number)
+        self.parts = build_parts(config.parts, gateway)
         self.plane = self._data_plane()
+        parts = [built.part for built in self.parts]
+        self._journal.observers = tuple(part.ended for part in parts if isinstance(part, PartObserver))
         self.application = self._application()
         self.reload.appliers.append(self._apply_config)
         self._departed = DepartedSeries(self.metrics, clock, self.metrics.forget_workers)
@@ -215,6 +223,9 @@ class Runtime:
             self._attach_replica(replica)
         if mesh is None and self._compat is not None:
             self.metrics.registry.register(Gauges(self._compat))
+        for part in parts:
+            if isinstance(part, Families):
+                self.metrics.registry.register(Gauges(part.families))
         complete_families(self.metrics.registry)
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
@@ -230,6 +241,11 @@ class Runtime:
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
             *self._scaling.tasks(),
+            *(
+                asyncio.create_task(built.part.run(), name=f"part {built.name}")
+                for built in self.parts
+                if isinstance(built.part, Background)
+            ),
         ]
         server = self._config.server
         if server.memory_watermark:
@@ -460,6 +476,7 @@ class Runtime:
             max_body_bytes=config.server.max_body_bytes,
             max_in_flight=config.server.max_in_flight,
             tracer=self._tracer,
+            stages=[built.part for built in self.parts if isinstance(built.part, Stage)],
         )
 
     def _make_tracer(self) -> Tracer | None:
@@ -485,7 +502,7 @@ class Runtime:
             self.router,
             self._journal,
             self._clock,
-            lambda: {**masked(self._config), "in_force": self.reload.in_force.described()},
+            self._shown_config,
             self.audit,
             self.cache_tracker.describe if self.cache_tracker else dict,
             self._replica,
@@ -518,7 +535,14 @@ class Runtime:
         has_siblings = self._replica is not None and self._replica.mesh is not None
         scrape = self._collect_all_processes if has_siblings else None
         control = control_routes(self.plane, self.fleet, self.router, self._notes, scrape)
-        return build_application(self.plane, guard, control, admin, page_routes(self.live))
+        others = [built.part.routes() for built in self.parts if isinstance(built.part, ControlPlane)]
+        return build_application(self.plane, guard, control, admin, page_routes(self.live), *others)
+
+    def _shown_config(self) -> dict[str, Any]:
+        shown = {**masked(self._config), "in_force": self.reload.in_force.described()}
+        if self.parts:
+            shown["parts_from"] = distributions(self.parts)
+        return shown
 
     def _slow_sections(self) -> dict[str, Any]:
         """Sections of the live page that change slowly."""
@@ -538,12 +562,17 @@ class Runtime:
             self.fleet, self.health, self.plane, self.router, self._budget, self._transports, self._clock
         )
         apply_changes(before, config, services)
+        for built in self.parts:
+            section = getattr(config.parts, built.name)
+            if isinstance(built.part, Reloads) and section != getattr(before.parts, built.name):
+                built.part.configure(section)
 
     def _notes(self) -> list[str]:
         return [
             *self._discoverer.notes(),
             *(self.cache_tracker.notes() if self.cache_tracker else ()),
             *(self._replica.notes() if self._replica else ()),
+            *(note for built in self.parts if isinstance(built.part, Notes) for note in built.part.notes()),
         ]
 
     def _token_timeout_s(self, model: str, body_bytes: int) -> float:

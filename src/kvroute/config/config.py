@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, ClassVar, SupportsIndex
+
 from pydantic import model_validator
 
 from kvroute.admission.fair_queue import AdmissionOptions
@@ -23,8 +26,15 @@ from kvroute.tokens.options import TokensOptions
 from kvroute.upstream.options import RetryOptions, UpstreamOptions
 
 
+class PartsOptions(Options):
+    """Parts of other distributions: a section for each, named as its entry point."""
+
+
 class Config(Options):
     """All options of `kvroute serve`, one section per room."""
+
+    restored_by: ClassVar[tuple[Callable[..., Config], Any] | None] = None
+    """For a class with sections of plugins: how another process makes it again, and from which names."""
 
     server: ServerOptions = option(default_factory=ServerOptions)
     admin: AdminOptions = option(default_factory=AdminOptions)
@@ -43,6 +53,16 @@ class Config(Options):
     metrics: MetricsOptions = option(default_factory=MetricsOptions)
     tracing: TracingOptions = option(default_factory=TracingOptions)
     sharing: SharingOptions = option(default_factory=SharingOptions)
+    parts: PartsOptions = option(
+        description="Parts of other distributions, each with a section of its own (docs/extending.md).",
+        default_factory=PartsOptions,
+    )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if self.restored_by is None:
+            return super().__reduce_ex__(protocol)
+        restored, names = self.restored_by
+        return restored, (names, self.model_dump(exclude_unset=True))
 
     @property
     def configured_names(self) -> frozenset[str]:

@@ -17,6 +17,7 @@ from kvroute.access.admin_key import check_keys
 from kvroute.access.jwt import check_default_key, check_key_file
 from kvroute.access.key_file import read_key_file
 from kvroute.config import paths as config_loading
+from kvroute.config.composition import composed, named_plugins
 from kvroute.config.config import Config
 from kvroute.config.paths import (
     ConfigSetting,
@@ -108,23 +109,24 @@ def load(
     given = ConfigSource(file, dict(environ or {}), tuple(assignments), tuple(flags), flag_file)
     # Before the file: a change in between is loaded again. A flag file is always loaded once more.
     signature = given.signature() if flag_file is None else None
-    sources = [
-        from_file(Config, file) if file is not None else Settings(),
-        from_environment(Config, given.environ),
-        from_assignments(Config, given.assignments),
-        Settings(given.flags),
-    ]
-    problems = [problem for source in sources for problem in source.problems]
+    root, problems = Config, list[ConfigError]()
+    sources = _read(root, given)
+    names = named_plugins(sources, given.environ, given.assignments)
+    if any(names):
+        root, refused = composed(names)
+        problems += refused
+        sources = _read(root, given)
+    problems += [problem for source in sources for problem in source.problems]
     data: dict[str, Any] = {}
     origins: dict[Path, str] = {}
     for source in sources:
         for setting in source.settings:
             _put(data, origins, setting)
-    problems += _read_secrets(data, origins)
+    problems += _read_secrets(root, data, origins)
     try:
-        config = Config.model_validate(data)
+        config = root.model_validate(data)
     except ValidationError as exc:
-        problems += _translate(exc.errors(include_url=False), data, origins)
+        problems += _translate(root, exc.errors(include_url=False), data, origins)
     else:
         try:
             # Not in the options themselves: a configuration that is shown has asterisks instead of the key.
@@ -135,6 +137,16 @@ def load(
     if problems:
         raise InvalidConfig(problems)
     return Loaded(config, origins, given, signature)
+
+
+def _read(root: type[Config], given: ConfigSource) -> list[Settings]:
+    """The settings of all sources, the weakest first."""
+    return [
+        from_file(root, given.file) if given.file is not None else Settings(),
+        from_environment(root, given.environ),
+        from_assignments(root, given.assignments),
+        Settings(given.flags),
+    ]
 
 
 def check_files(config: Config) -> None:
@@ -201,13 +213,13 @@ def _put(data: dict[str, Any], origins: dict[Path, str], setting: ConfigSetting)
     origins.update(setting.inner)
 
 
-def _read_secrets(data: dict[str, Any], origins: dict[Path, str]) -> list[ConfigError]:
+def _read_secrets(root: type[Config], data: dict[str, Any], origins: dict[Path, str]) -> list[ConfigError]:
     """Read each secret `NAME` from the file in `NAME_file`; for a list, one item per line."""
     problems = []
-    for path, _ in config_loading.walk(Config):
+    for path, _ in config_loading.walk(root):
         name = str(path[-1])
         target = (*path[:-1], name.removesuffix("_file"))
-        shape = config_loading.shape_at(Config, target)
+        shape = config_loading.shape_at(root, target)
         file = _get(data, path)
         if (
             not name.endswith("_file")
@@ -259,13 +271,13 @@ def _get(data: Mapping[str, Any], path: Path) -> object:
 
 
 def _translate(
-    errors: Sequence[ErrorDetails], data: Mapping[str, Any], origins: Mapping[Path, str]
+    root: type[Config], errors: Sequence[ErrorDetails], data: Mapping[str, Any], origins: Mapping[Path, str]
 ) -> list[ConfigError]:
     """Pydantic's errors as `ConfigError`s: with dotted path and origin, never with the value of a secret."""
     found: dict[Path, str] = {}
     for error in errors:
         path = _path_in(data, error["loc"], missing=error["type"] == "missing")
-        found.setdefault(path, _message(error, path))
+        found.setdefault(path, _message(root, error, path))
     innermost = [
         path
         for path in found
@@ -289,9 +301,9 @@ def _path_in(data: object, loc: Sequence[str | int], *, missing: bool) -> Path:
     return tuple(path)
 
 
-def _message(error: ErrorDetails, path: Path) -> str:
+def _message(root: type[Config], error: ErrorDetails, path: Path) -> str:
     if error["type"] == "extra_forbidden":
-        return unknown(Config, path)
+        return unknown(root, path)
     if error["type"] == "missing":
         return "is required"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -301,7 +313,7 @@ def _message(error: ErrorDetails, path: Path) -> str:
     if (
         error["type"] == "value_error"
         or not is_plain
-        or config_loading.is_secret(config_loading.shape_at(Config, path))
+        or config_loading.is_secret(config_loading.shape_at(root, path))
     ):
         return message
     return f"{message}, got {config_loading.without_userinfo(repr(value))}"

@@ -379,6 +379,8 @@ def unknown(root: type[Options], path: Path) -> str:
         return "this path contains an empty name"
     if (now := _RENAMED.get(dotted(path))) is not None:
         return f"this option is now called {now}"
+    if len(path) > 1 and path[0] == "parts" and not shape_at(root, path[:2]):
+        return f"no installed distribution has a part {str(path[1])!r}"
     meant = suggestion(root, path)
     return f"unknown option; did you mean {dotted(meant)}?" if meant else "unknown option"
 

@@ -53,6 +53,8 @@ class Journal:
         self._clock = clock
         self._lines = RequestLines() if log_requests else None
         self._on_traced = on_traced
+        self.observers: tuple[Callable[[Record], object], ...] = ()
+        """Called with each finished request; see `parts.part.Observer`."""
         self._waiting: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
         self._unsettled = 0
@@ -124,12 +126,15 @@ class Journal:
         entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of, touched = self._metrics.series, list[Series]()
         failed, last = 0, None
-        on_traced = self._on_traced
+        on_traced, observers = self._on_traced, self.observers
         for record in waiting:
             # One record that cannot be counted must not cost the others, nor be in the way again.
             try:
                 if on_traced is not None and record.trace is not None:
                     on_traced(record, wall_offset)
+                if observers:
+                    for observe in observers:
+                        observe(record)
                 started, first_byte, decision = record.started, record.first_byte, record.decision
                 duration, wall = record.ended - started, record.ended + wall_offset
                 if decision is None:

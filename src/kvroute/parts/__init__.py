@@ -1,0 +1,1 @@
+"""Parts: optional capabilities, each built from a section of its own."""
