@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            return _plugin_command(cmd_name)
         command: click.Command = getattr(
             importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_")
         )
@@ -72,6 +72,20 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _plugin_command(name: str) -> click.Command | None:
+    """A command of another distribution (entry points `kvroute.commands`)."""
+    from kvroute import plugins
+    from kvroute.errors import ConfigError
+
+    if plugins.find(plugins.COMMANDS, name) is None:
+        return None
+    try:
+        command: click.Command = plugins.load(plugins.COMMANDS, name)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    return command
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -33,7 +33,7 @@ from kvroute.deploy.render.kubernetes import SECRET_FILE
 from kvroute.deploy.render.manifest import with_earlier_keys
 from kvroute.deploy.render.plan import EndpointPlan, plan_endpoint, with_local_token_bytes
 from kvroute.deploy.render.reach import KUBERNETES
-from kvroute.deploy.render.registry import TARGETS, rendered, target_findings
+from kvroute.deploy.render.registry import TARGETS, render_target, rendered, target_findings
 from kvroute.deploy.render.site import local_site
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
@@ -456,6 +456,25 @@ async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> Non
         following.result()
 
 
+class TargetName(click.ParamType):  # type: ignore[type-arg]
+    """A render target: a built-in one, or one of an installed distribution."""
+
+    name = "target"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(TARGETS)}]"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            is_known = render_target(value) is not None
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        if not is_known:
+            names = ", ".join(map(repr, TARGETS))
+            self.fail(f"{value!r} is not one of {names}, nor of an installed distribution.", param, ctx)
+        return value
+
+
 @click.command()
 @click.option(
     "-f",
@@ -466,7 +485,7 @@ async def _follow_until_signal(files: dict[str, LogTail], screen: Screen) -> Non
     type=click.Path(path_type=Path),
     help="The endpoint spec: HyperPod's InferenceEndpointConfig, or kvroute's own Endpoint.",
 )
-@click.option("--to", "target", required=True, type=click.Choice(list(TARGETS)), help="Kind of files.")
+@click.option("--to", "target", required=True, type=TargetName(), help="Kind of files.")
 @click.option(
     "--gateway",
     "door",
@@ -511,7 +530,8 @@ def render(
         write(folder, files)
         return
     first, *others = files
-    if not TARGETS[target].first_only:
+    made = render_target(target)
+    if made is None or not made.first_only:
         click.echo("".join(files.values()), nl=False)
         return
     click.echo(files[first], nl=False)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, SecretStr, field_validator, model_validator
 
+from kvroute.clock import Clock
 from kvroute.fleet.worker import WorkerId, WorkerRole, WorkerSpec
-from kvroute.options import Options, Switch, option
+from kvroute.options import Options, Switch, option, with_sections
 
 _NUMBER = re.compile(r"\d+")
 _PLACE = re.compile(r"(?P<host>[A-Za-z0-9_.\-]+):(?P<port>\d{1,5})")
@@ -431,8 +433,24 @@ def _as_list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+class SourceType(Protocol):
+    """A source of workers of another distribution (entry points `kvroute.discovery`)."""
+
+    @property
+    def options(self) -> type[Options]:
+        """The class of its section, `fleet.NAME`."""
+        ...
+
+    def configured(self, options: Any, clock: Clock) -> Any:
+        """The `Discovery` for this section; None if its options turn it off."""
+        ...
+
+
 class FleetOptions(Options):
     """Discovery sources, names of models, and health of workers."""
+
+    sources: ClassVar[Mapping[str, SourceType]] = {}
+    """Sources of workers that are not built in, by name."""
 
     workers: Annotated[Entries, BeforeValidator(_as_list)] = option(
         (),
@@ -497,3 +515,10 @@ class FleetOptions(Options):
             if target in self.aliases:
                 raise ValueError(f"the alias {alias!r} names another alias, {target!r}")
         return self
+
+
+def with_sources(base: type[FleetOptions], sources: Mapping[str, SourceType]) -> type[FleetOptions]:
+    """`base` with these sources of other distributions, and a section for each."""
+    made = with_sections(base, {name: source.options for name, source in sources.items()})
+    made.sources = {**base.sources, **sources}
+    return made

@@ -14,7 +14,7 @@ from kvroute.fleet.load import BothListeners, Reservation, ReservationListener, 
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, FleetView, Worker, WorkerId
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
-from kvroute.index.registry import HISTORIES
+from kvroute.index.registry import history_type
 from kvroute.routing.cost import CostModel, matched_tokens
 from kvroute.routing.cost_parameters import Costs, Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
@@ -190,7 +190,9 @@ class Router:
         options = options or RoutingOptions()
         index = options.options_of(PrefixAwareOptions).index
         if history is None:
-            history = HISTORIES[index](ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
+            make_history = history_type(index)
+            assert make_history is not None, "the option names a history"
+            history = make_history(ASSUMED_CAPACITY_TOKENS // ASSUMED_BLOCK_TOKENS)
         self._options = options
         self._index = index
         self._observer = observer

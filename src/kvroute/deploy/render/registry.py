@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvroute import plugins
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config
 from kvroute.deploy.render.envoy import GatewayRef, picker_findings, render_envoy
@@ -36,9 +37,24 @@ TARGETS: Final[dict[str, RenderTarget]] = {
 }
 
 
+def render_target(name: str) -> RenderTarget | None:
+    """The target called `name`: built in, or an entry point `kvroute.render_targets`; None without one.
+
+    Raises ConfigError if the other distribution cannot be imported.
+    """
+    if name in TARGETS or plugins.find(plugins.RENDER_TARGETS, name) is None:
+        return TARGETS.get(name)
+    plugin: RenderTarget = plugins.load(plugins.RENDER_TARGETS, name)
+    return plugin
+
+
 def rendered(target: str, plan: EndpointPlan, door: GatewayRef | None) -> dict[str, str]:
     """The files of a target. `door`, which only kubernetes can have, puts a Gateway before the workers."""
-    return TARGETS[target].render(plan) if door is None else render_kubernetes(plan, door)
+    if door is not None:
+        return render_kubernetes(plan, door)
+    made = render_target(target)
+    assert made is not None, "the command has checked the name"
+    return made.render(plan)
 
 
 def target_findings(

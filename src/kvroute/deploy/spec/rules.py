@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.alias_generators import to_camel, to_snake
 
 from kvroute.deploy.l2.backend import Backend, has_password, masked
-from kvroute.deploy.l2.registry import BACKENDS, backend_named
+from kvroute.deploy.l2.registry import BACKENDS, backend_named, is_backend
 from kvroute.deploy.spec.cluster import cluster_rules, scaling_rules
 from kvroute.deploy.spec.endpoint import (
     Document,
@@ -161,7 +161,7 @@ def _cache(document: WorkerDocument) -> Iterator[RuleFinding]:
     l2 = cache.l2_cache_spec
     url = l2.l2_cache_local_url if l2 else None
     name = l2.l2_cache_backend if l2 else None
-    if name is not None and name.lower() not in BACKENDS:
+    if name is not None and not is_backend(name.lower()):
         yield _wrong((*_L2, "l2CacheBackend"), f"is none of {', '.join(BACKENDS)}, got {masked(name)!r}")
         return
     if cache.enable_l2_cache:

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from kvroute.blocks.chunks import BUILTIN, BUILTIN_NONE
 from kvroute.deploy.l2.backend import Backend
-from kvroute.deploy.l2.registry import BACKENDS, backend_named
+from kvroute.deploy.l2.registry import backend_named, is_backend
 from kvroute.deploy.spec.endpoint import Document, WorkerDocument, resolved
 from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.deploy.spec.worker import StatedVersions
@@ -444,7 +444,7 @@ def _l2_backend(document: WorkerDocument) -> Backend | None:
     cache = document.spec.kv_cache_spec
     l2 = cache.l2_cache_spec if cache is not None and cache.enable_l2_cache else None
     name = (l2.l2_cache_backend or "").lower() if l2 is not None else ""
-    return backend_named(name) if name in BACKENDS else None
+    return backend_named(name) if is_backend(name) else None
 
 
 def uses_lmcache(document: WorkerDocument) -> bool:

@@ -1,4 +1,7 @@
-"""The registry of discovery sources: a new source adds one line to `DISCOVERY`."""
+"""The registry of discovery sources: a new source adds one line to `DISCOVERY`.
+
+Another distribution's source is an entry point `kvroute.discovery`; its section is `fleet.NAME`.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +27,6 @@ DISCOVERY: Final[dict[str, Callable[[FleetOptions, Clock], Discovery | None]]] =
 def sources_of(options: FleetOptions, clock: Clock) -> dict[str, Discovery]:
     """The enabled sources by name. If two sources name one worker, the first to do so wins."""
     made = {name: make(options, clock) for name, make in DISCOVERY.items()}
+    for name, source in options.sources.items():
+        made[name] = source.configured(getattr(options, name), clock)
     return {name: source for name, source in made.items() if source is not None}

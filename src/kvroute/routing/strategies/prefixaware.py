@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import field_validator
 
+from kvroute import plugins
 from kvroute.fleet.worker import FleetView, RankTargets
 from kvroute.index.history import RouteHistory
 from kvroute.index.registry import HISTORIES
@@ -34,8 +35,8 @@ class PrefixAwareOptions(Options):
     @field_validator("index")
     @classmethod
     def _known_index(cls, value: str) -> str:
-        if value not in HISTORIES:
-            raise ValueError(f"{value!r} is none of {', '.join(HISTORIES)}")
+        if value not in HISTORIES and plugins.find(plugins.HISTORIES, value) is None:
+            raise ValueError(f"{value!r} is none of {', '.join(HISTORIES)}, nor of an installed distribution")
         return value
 
 
