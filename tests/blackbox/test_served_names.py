@@ -41,7 +41,8 @@ async def started(serve, sim, strategy: str, *workers: tuple[str, ...]):
     for names in workers:
         flags = [flag for name in names for flag in ("--model", name)]
         arguments += ["--worker", await sim(*flags, "--time-scale", "0", "--events")]
-    return await serve(*arguments, "--strategy", strategy)
+    # Each prompt waits for its exact tokens, however busy the machine is.
+    return await serve(*arguments, "--strategy", strategy, "--set", "tokens.timeout_ms=10000")
 
 
 async def has_exact_tokens(gateway: httpx.AsyncClient) -> bool:

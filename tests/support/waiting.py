@@ -9,11 +9,12 @@ from typing import Any
 
 
 async def until(
-    condition: Callable[[], Any | Awaitable[Any]], *, within_s: float = 20.0, every_s: float | None = None
+    condition: Callable[[], Any | Awaitable[Any]], *, within_s: float = 60.0, every_s: float | None = None
 ) -> Any:
     """Poll `condition` and return its first true value; TimeoutError after `within_s`.
 
-    `condition` may be a coroutine function, which is polled every 20 ms; a plain function is polled every ms.
+    The time only ends a test that hangs: no test measures by it. `condition` may be a coroutine function,
+    which is polled every 20 ms; a plain function is polled every ms.
     """
     async with asyncio.timeout(within_s):
         while True:
