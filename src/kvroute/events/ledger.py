@@ -25,7 +25,7 @@ from kvroute.events.holdings import (
 )
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.snapshot import GroupBlocks, Part, Runs
+from kvroute.index.snapshot import GroupBlocks, Runs, StreamPart
 from kvroute.wire.vllm import (
     AllBlocksCleared,
     BlockRemoved,
@@ -314,7 +314,7 @@ class Ledger:
         """Does a snapshot contain everything that the ledger knows?"""
         return not self._hashless and not len(self._orphans)
 
-    def dump(self) -> Iterator[Part]:
+    def dump(self) -> Iterator[StreamPart]:
         """Yield all blocks that are held under known hashes, in small parts.
 
         The caller applies no event until the iterator ends, and abandons it when `generation` changes.
@@ -332,7 +332,7 @@ class Ledger:
         self._group, self._block_tokens, self.lookahead = group, block_tokens, lookahead
         self._others.whole_tokens = block_tokens
 
-    def restore(self, part: Part) -> None:
+    def restore(self, part: StreamPart) -> None:
         """Restore one part of a snapshot; the parts come in the order of `dump`."""
         if self._closed:
             return

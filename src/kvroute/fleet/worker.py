@@ -307,7 +307,7 @@ class FleetView:
     version: int
     loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
     """Each worker's `load`, in the order of `workers`."""
-    places: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    positions: Mapping[int, int] = field(init=False, repr=False, compare=False)
     """Each of a worker's `units` -> the worker's position in `workers`."""
     by_rank: RankTargets | None = field(init=False, repr=False, compare=False)
     """The same workers with their ranks; None if each has only one."""
@@ -318,9 +318,9 @@ class FleetView:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
-        places = {unit: place for place, worker in enumerate(self.workers) for unit in worker.units}
-        object.__setattr__(self, "places", places)
-        by_rank = rank_targets(self.workers) if len(places) > len(self.workers) else None
+        positions = {unit: position for position, worker in enumerate(self.workers) for unit in worker.units}
+        object.__setattr__(self, "positions", positions)
+        by_rank = rank_targets(self.workers) if len(positions) > len(self.workers) else None
         object.__setattr__(self, "by_rank", by_rank)
         caches = any(worker.facts.caches_prefixes for worker in self.workers) or not self.workers
         object.__setattr__(self, "caches_prefixes", caches)
@@ -357,7 +357,7 @@ class RankTargets(NamedTuple):
     units: Sequence[int]
     """`Worker.unit_of` each rank."""
     loads: Sequence[WorkerLoad]
-    places: Mapping[int, int]
+    positions: Mapping[int, int]
     """Unit -> position."""
 
 
