@@ -130,7 +130,7 @@ class _End(msgspec.Struct, frozen=True):
     frames: int
 
 
-StreamPart: TypeAlias = Runs | Blocks | Copies | GroupBlocks
+SnapshotPiece: TypeAlias = Runs | Blocks | Copies | GroupBlocks
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_head: Final = msgspec.msgpack.Decoder(StreamHead).decode
 _decode_runs: Final = msgspec.msgpack.Decoder(_Runs).decode
@@ -140,7 +140,7 @@ _decode_group: Final = msgspec.msgpack.Decoder(GroupBlocks).decode
 _decode_end: Final = msgspec.msgpack.Decoder(_End).decode
 
 
-def encode(message: StreamHead | StreamPart) -> bytes:
+def encode(message: StreamHead | SnapshotPiece) -> bytes:
     """Encode one frame. About 0.1 us a block."""
     if isinstance(message, Runs):
         keys = array("Q")
@@ -202,7 +202,7 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
     raise WireError("a damaged or truncated snapshot")
 
 
-def decode(frame: Frame) -> StreamPart:
+def decode(frame: Frame) -> SnapshotPiece:
     """Decode a frame of a stream. Raises WireError."""
     try:
         if frame.kind is FrameKind.RUNS:
