@@ -239,23 +239,23 @@ def choose(
             memory_s = eviction_s = ramp_s = 0.0
         else:
             score, prefill_s, wait_s, _, decode_s, _, memory_s, eviction_s, ramp_s = row
-        missing = tokens - matched[position] if matched else tokens
+        miss = tokens - matched[position] if matched else tokens
         leg = best_leg
         if leg is not None and leg.worker is worker:
             leg = second_leg
             if leg is not None and leg.worker is worker:  # the only leg, or another rank of the worker
                 leg = None
-        must_move = missing > most_computed
+        must_move = miss > most_computed
         if not must_move or (
             leg is None and _may_compute(position, positions, workers, legs, prefill_side, strict=strict)
         ):
             cost, load = score, queues[position]
             if load.in_flight > load.queued:
-                cost += _stall_s(load, prefill_s, missing, costs, options)
+                cost += _stall_s(load, prefill_s, miss, costs, options)
             if single < 0 or cost < single_cost - tie_share * single_cost - tie_s:
                 single, single_cost = position, cost
-        if leg is not None and missing > 1:
-            move_s = links.move_s(worker.index, missing)
+        if leg is not None and miss > 1:
+            move_s = links.move_s(worker.index, miss)
             ready_s = leg.ready_s + move_s
             cost = (wait_s if wait_s > ready_s else ready_s) + step_s + leg.others_s + decode_s
             cost += memory_s + eviction_s
@@ -284,15 +284,15 @@ def choose(
         if rescue is not None:
             rescue_cost, load = rescue.score, rescue.queue
             if load.in_flight > load.queued:
-                missing = tokens - rescue.matched_tokens
-                rescue_cost += _stall_s(load, rescue.prefill_s, missing, costs, options)
+                miss = tokens - rescue.matched_tokens
+                rescue_cost += _stall_s(load, rescue.prefill_s, miss, costs, options)
             if rescue_cost < best_cost:
                 ranking = _LazyRanking(rescue, decode_side, fallback_side)
                 return Choice(ranking, None, RouteReason.DECODE_SIDE_FULL)
     decode_only = decode_side.candidate(best)
-    moved = tokens - decode_only.matched_tokens
+    moved_tokens = tokens - decode_only.matched_tokens
     if leg_of_best is None:
-        is_alone = can_move and not legs and (threshold is None or moved > threshold)
+        is_alone = can_move and not legs and (threshold is None or moved_tokens > threshold)
         return Choice(
             _LazyRanking(decode_only, decode_side, fallback_side),
             None,
@@ -304,7 +304,12 @@ def choose(
     return Choice(
         _LazyRanking(decode_of_pair, decode_side, fallback_side),
         Handover(
-            prefill_of_pair, decode_of_pair, decode_only, moved, move_of_pair_s, leg.ready_s + leg.others_s
+            prefill_of_pair,
+            decode_of_pair,
+            decode_only,
+            moved_tokens,
+            move_of_pair_s,
+            leg.ready_s + leg.others_s,
         ),
         _OVER_THRESHOLD if is_forced else _HANDED_OVER,
     )
@@ -383,8 +388,8 @@ def _two_best_legs(
         row, load = rows[position], queues[position]
         cost = row[SCORE] - row[DECODE]
         if load.in_flight > load.queued:
-            missing = tokens - matched[position] if matched else tokens
-            cost += _stall_s(load, row[PREFILL], missing, costs, options)
+            miss = tokens - matched[position] if matched else tokens
+            cost += _stall_s(load, row[PREFILL], miss, costs, options)
         if best < 0 or cost < best_cost:
             best, second, best_cost, second_cost = position, best, cost, best_cost
         elif second < 0 or cost < second_cost:
@@ -401,11 +406,11 @@ def _prefill_leg(position: int, cost: float, workers: Sequence[Worker], rows: Se
 
 
 def _stall_s(
-    load: WorkerLoad, prefill_s: float, missing: int, costs: Costs, options: PrefillDecodeOptions
+    load: WorkerLoad, prefill_s: float, miss: int, costs: Costs, options: PrefillDecodeOptions
 ) -> float:
-    """The charge for the delay of the streams that run on the worker, by the prefill of `missing` tokens."""
+    """The charge for the delay of the streams that run on the worker, by the prefill of `miss` tokens."""
     streams = load.in_flight - load.queued
-    chunks = max(1, -(-missing // costs.max_batched_tokens))
+    chunks = max(1, -(-miss // costs.max_batched_tokens))
     return options.stall_share * streams * max(0.0, prefill_s - costs.iteration_s * chunks)
 
 
