@@ -232,7 +232,7 @@ def test_a_forgotten_worker_holds_nothing_and_its_leases_are_void(history, sent,
 
     again = history.acquire(A, chain("abd"))
     lease.release()
-    assert history.share(A).active_blocks == 3, "the void lease unpinned blocks of the new part"
+    assert history.share(A).active_blocks == 3, "the void lease unpinned blocks of the new share"
     assert history.share(A).capacity_blocks == 50
     again.release()
 
@@ -254,23 +254,23 @@ def test_lowering_the_capacity_evicts_immediately(history, sent, chain) -> None:
 
 def test_the_history_counts_the_blocks_that_a_request_would_evict(history, chain) -> None:
     history.set_capacity(A, 10)
-    part = history.share(A)
+    share = history.share(A)
     history.acquire(A, chain("abcdef")).release()
     lease = history.acquire(A, chain("xy"))
 
-    assert part.room_blocks == 2
-    assert part.evicted_by(2) == 0
-    assert part.evicted_by(5) == 3
-    assert part.evicted_by(50) == 6, "pinned blocks do not go"
+    assert share.room_blocks == 2
+    assert share.evicted_by(2) == 0
+    assert share.evicted_by(5) == 3
+    assert share.evicted_by(50) == 6, "pinned blocks do not go"
     lease.release()
     history.set_capacity(A, 4)
-    assert part.room_blocks == 0
+    assert share.room_blocks == 0
 
 
 def test_a_new_worker_starts_empty_at_the_default_capacity(make_history) -> None:
-    part = make_history(77).share(B)
+    share = make_history(77).share(B)
 
-    assert (part.blocks, part.active_blocks, part.capacity_blocks, part.room_blocks) == (0, 0, 77, 77)
+    assert (share.blocks, share.active_blocks, share.capacity_blocks, share.room_blocks) == (0, 0, 77, 77)
 
 
 def test_sizes_go_up_and_back_to_zero(history, sent, chain) -> None:
@@ -379,9 +379,9 @@ class Pair:
 
     def compare(self) -> None:
         for worker in WORKERS:
-            part = self.history.share(worker)
-            assert part.blocks == self.model.blocks(worker)
-            assert part.active_blocks == self.model.active(worker)
+            share = self.history.share(worker)
+            assert share.blocks == self.model.blocks(worker)
+            assert share.active_blocks == self.model.active(worker)
         for keys in self.probes[-6:] + self.probes[:: 1 + len(self.probes) // 20]:
             assert self.history.match(keys) == self.model.match(keys)
         size = self.history.size()

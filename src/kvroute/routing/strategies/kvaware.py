@@ -60,7 +60,7 @@ class KvAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._caches, self._in_flight, self._transfers, reports = views
+        self._cache_map, self._in_flight, self._transfers, reports = views
         self._map_discounts = {} if reports is None else reports.discounts.by_map
         self._history_discounts = {} if reports is None else reports.discounts.by_history
         self._answers = {} if reports is None else reports.answers.by_unit
@@ -75,7 +75,7 @@ class KvAware:
         if not query.reads_cache or not view.caches_prefixes:
             return self._by_load(query, view)
         exact, fast_path = query.exact, None
-        if exact and self._caches.refresh(False):
+        if exact and self._cache_map.refresh(False):
             self._in_flight.compact(now)
         if len(exact) == 1:
             lookups = [self._lookup_prompt(exact[0], now)]
@@ -129,7 +129,7 @@ class KvAware:
 
         A rank is None for a worker with one rank, and if the engine chooses.
         """
-        caches = self._caches.places(worker)
+        caches = self._cache_map.places(worker)
         if len(caches) < 2 and not worker.rank_units:
             return ((caches[0] if caches else None, None),)
         by_rank = {cache.rank: cache for cache in caches}
@@ -169,10 +169,10 @@ class KvAware:
         """What the cache map and the requests in flight have of a prompt."""
         in_flight, continues_finished = self._in_flight.match(prompt.keys)
         # The events of a finished request's answer may have arrived since the last refresh.
-        if continues_finished and self._caches.refresh(True):
+        if continues_finished and self._cache_map.refresh(True):
             self._in_flight.compact(now)
             in_flight, _ = self._in_flight.match(prompt.keys)
-        return prompt, self._caches.match(prompt), in_flight
+        return prompt, self._cache_map.match(prompt), in_flight
 
     def _fast_path(
         self, lookup: PromptLookup, workers: Sequence[Worker]
@@ -183,7 +183,7 @@ class KvAware:
         any other case.
         """
         prompt, cached, in_flight = lookup
-        caches_of = self._caches.places
+        caches_of = self._cache_map.places
         matches: list[CandidateMatch] = []
         matched: list[int] = []
         needs_load = False
@@ -228,7 +228,7 @@ class KvAware:
             if not worker.facts.caches_prefixes:
                 matches.append(CandidateMatch(_NO_TOKENS, slot, rank, distrust_reason=NO_CACHE))
                 continue
-            is_open = rank is None and bool(worker.rank_units or len(self._caches.places(worker)) > 1)
+            is_open = rank is None and bool(worker.rank_units or len(self._cache_map.places(worker)) > 1)
             if not history_tokens and not (lookups and cache is not None and cache.trust is _WHOLE):
                 history_tokens = self._history_tokens(query, targets)
             if is_open:
@@ -260,7 +260,7 @@ class KvAware:
     ) -> CandidateMatch:
         """The match of a worker whose engine chooses the rank: the mean over the ranks, which is not
         judged."""
-        caches = self._caches.places(worker)
+        caches = self._cache_map.places(worker)
         if not lookups or not caches or not _are_whole(caches):
             return CandidateMatch(Tokens(history_tokens), distrust_reason=RANK_OPEN)
         tokens = sum(self._map_tokens(lookups, cache, worker).total for cache in caches) // len(caches)
