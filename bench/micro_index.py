@@ -35,7 +35,7 @@ def prompt(rng: random.Random, blocks: int) -> Sequence[BlockKey]:
 def full_history(name: str, blocks: int) -> RouteHistory:
     history, rng = HISTORIES[name](CAPACITY), random.Random(1)
     for worker in range(WORKERS):
-        while history.part(worker).room_blocks:
+        while history.share(worker).room_blocks:
             history.acquire(worker, prompt(rng, blocks)).release()
     return history
 

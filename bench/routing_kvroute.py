@@ -100,7 +100,7 @@ class Gateway:
         """Account a dispatch of another gateway."""
         worker = self.workers[chosen.worker.index]
         own = Candidate(
-            worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.held
+            worker, chosen.score, chosen.matched_tokens, chosen.prefill_s, chosen.terms, chosen.match
         )
         return self.router.dispatch(query, decision, own, now, is_own=False)
 

@@ -86,7 +86,7 @@ def test_without_a_link_no_place_is_trusted(caches, left):
     caches.on_tracker_gone()
 
     (place,) = caches.places(WORKER)
-    assert (place.trust, place.why, left) == (MapTrust.NONE, NOT_LINKED, [])
+    assert (place.trust, place.distrust_reason, left) == (MapTrust.NONE, NOT_LINKED, [])
 
 
 def test_a_map_reset_removes_the_old_map(caches, messages, left):
@@ -104,7 +104,7 @@ def test_a_removed_slot_is_reported(caches, left):
     caches.on_message(WorkerPlaces("w", [CachePlaceMessage(4, 0, "none", "replaying", by_lmcache=False)]))
 
     assert left == [3]
-    assert caches.places(WORKER)[0].why == "replaying"
+    assert caches.places(WORKER)[0].distrust_reason == "replaying"
 
 
 def test_other_messages_are_not_applied(caches):

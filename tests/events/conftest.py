@@ -171,4 +171,4 @@ def run_ledger() -> Callable[[Ledger, Iterable[Any]], None]:
 @pytest.fixture
 def gpu_keys() -> Callable[[Ledger], list[int]]:
     """What a ledger believes its GPU to hold, sorted."""
-    return lambda ledger: sorted(ledger.held(Tier.GPU))
+    return lambda ledger: sorted(ledger.held_keys(Tier.GPU))

@@ -289,7 +289,7 @@ def test_a_chunk_needs_its_own_blocks_only() -> None:
     groups.whole_tokens = SIZE
     groups.define(0, GroupRule(GroupKind.CHUNK, SIZE, 4 * SIZE))
     keys = prompt_keys(list(range(12 * SIZE + 1)), adapter_space(None))
-    groups.held[0].update(keys[8:10])
+    groups.keys_by_group[0].update(keys[8:10])
     most = 12 * SIZE
     assert groups.usable(keys, 12 * SIZE, most, False) // SIZE == 12  # a new chunk begins
     assert groups.usable(keys, 11 * SIZE, most, False) // SIZE == 10

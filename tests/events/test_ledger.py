@@ -156,7 +156,7 @@ def test_a_request_that_continues_orphans_and_reports_its_hits_places_them(run_l
 
     assert matched(index) == TierMatch(7 * 16)
     assert (ledger.orphan_blocks, ledger.held_blocks(Tier.GPU)) == (0, 7)
-    assert sorted(ledger.held(Tier.GPU)) == sorted(ledger.indexed(Tier.GPU))
+    assert sorted(ledger.held_keys(Tier.GPU)) == sorted(ledger.indexed(Tier.GPU))
     run_ledger(ledger, [batch(BlockRemoved([6]), BlockRemoved([5]))])
     assert matched(index) == TierMatch(5 * 16)
     assert confirm(ledger, 5 * 16) == 0
@@ -416,7 +416,7 @@ def test_a_stream_that_ends_in_the_middle_of_a_large_event_leaves_nothing(remova
     for _ in steps:
         pass
 
-    assert list(ledger.held(Tier.GPU)) == list(ledger.indexed(Tier.GPU)) == []
+    assert list(ledger.held_keys(Tier.GPU)) == list(ledger.indexed(Tier.GPU)) == []
     assert index.match(prompt_keys(ids, adapter_space(None))) == {}
 
 
@@ -455,7 +455,7 @@ def test_after_any_traffic_the_index_equals_the_engines_cache(
                 cache.clear()
             for _ in ledger.apply(batch(*cache.take_events())):
                 pass
-            held = set(ledger.held(Tier.GPU))
+            held = set(ledger.held_keys(Tier.GPU))
             assert held <= cache.held_keys
             if not ledger.counts.repeated:
                 assert held == cache.held_keys
@@ -498,7 +498,7 @@ def test_an_engine_that_contradicts_itself_leaves_nothing_in_the_index(
 
     run_ledger(ledger, [batch(store([1, 2])), batch(*second)])
 
-    assert set(ledger.indexed(Tier.GPU)) <= set(ledger.held(Tier.GPU))
+    assert set(ledger.indexed(Tier.GPU)) <= set(ledger.held_keys(Tier.GPU))
     run_ledger(ledger, [batch(BlockRemoved([name])) for name in range(1, 9) for _ in range(2)])
     assert list(ledger.indexed(Tier.GPU)) == []
 

@@ -111,11 +111,11 @@ def test_predictions_equal_the_engines_cached_tokens_with_evictions_and_a_reset(
             run_ledger(ledger, [batch])
             truth.apply(batch, repeats=repeats)
             if release != "synthetic-vllm-0.19.1" and release != "synthetic-vllm-0.23.0":
-                assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
-            assert set(ledger.held(Tier.GPU)) >= set(truth.keys(Medium.GPU))
+                assert sorted(ledger.held_keys(Tier.GPU)) == truth.keys(Medium.GPU)
+            assert set(ledger.held_keys(Tier.GPU)) >= set(truth.keys(Medium.GPU))
 
     assert checked == 19
-    assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
+    assert sorted(ledger.held_keys(Tier.GPU)) == truth.keys(Medium.GPU)
     assert ledger.counts.unusable == ledger.counts.orphaned == 0
 
 
@@ -128,7 +128,7 @@ def test_before_0_19_only_salted_blocks_are_ambiguous(messages_of: Messages, run
         ledgers.append(ledger)
 
     old, new = ledgers
-    assert sorted(old.held(Tier.GPU)) == sorted(new.held(Tier.GPU))
+    assert sorted(old.held_keys(Tier.GPU)) == sorted(new.held_keys(Tier.GPU))
 
 
 def test_copies_of_concurrent_requests_are_removed_one_by_one(
@@ -141,7 +141,7 @@ def test_copies_of_concurrent_requests_are_removed_one_by_one(
         run_ledger(ledger, [batch])
         truth.apply(batch)
 
-        assert sorted(ledger.held(Tier.GPU)) == truth.keys(Medium.GPU)
+        assert sorted(ledger.held_keys(Tier.GPU)) == truth.keys(Medium.GPU)
         assert sorted(ledger.indexed(Tier.GPU)) == truth.keys(Medium.GPU)
 
     asked = [request for request in requests_of("vllm-0.32-duplicates") if request.get("output_token_ids")]
@@ -186,7 +186,7 @@ def test_a_restart_shows_in_the_sequence_and_only_the_new_process_counts(
         SequenceVerdict.BEGIN,
         SequenceVerdict.APPLY,
     ]
-    assert sorted(ledger.held(Tier.GPU)) == sorted(expected[1::2])
+    assert sorted(ledger.held_keys(Tier.GPU)) == sorted(expected[1::2])
 
 
 def test_ranks_are_slots_of_their_own(messages_of: Messages, requests_of: Requests, run_ledger: Run) -> None:
@@ -248,7 +248,7 @@ def test_blocks_in_lmcaches_memory_outlive_a_reset_of_the_gpu(
             run_ledger(ledgers[source], [batch])
             truths[source].apply(batch)
             for tier, medium in ((Tier.GPU, Medium.GPU), (Tier.L1, Medium.CPU)):
-                assert sorted(ledgers[source].held(tier)) == truths[source].keys(medium)
+                assert sorted(ledgers[source].held_keys(tier)) == truths[source].keys(medium)
 
     assert predicted["A: P again (local GPU-tier prefix hit)"] == TierMatch(gpu=576)
     assert predicted["B: P again"] == TierMatch(gpu=576)

@@ -579,7 +579,9 @@ async def test_an_endpoint_that_comes_up_late_is_followed(engine_of: Make, token
         engine = engine_of(event_endpoint=endpoint, replay_endpoint=replay)
         engine.serve(tokens_of(1, 100))
 
-        await until(lambda: subscriber.trust is MapTrust.WHOLE and set(ledger.held(Tier.GPU)) == engine.truth)
+        await until(
+            lambda: subscriber.trust is MapTrust.WHOLE and set(ledger.held_keys(Tier.GPU)) == engine.truth
+        )
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

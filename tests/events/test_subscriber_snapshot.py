@@ -247,8 +247,8 @@ def test_a_ledger_is_restored_with_tiers_sizes_and_copies_during_other_changes()
         ledger_again.restore(decode(frame))
 
     for tier in Tier:
-        held = sorted(ledger.held(tier))
-        assert sorted(ledger_again.held(tier)) == held
+        held = sorted(ledger.held_keys(tier))
+        assert sorted(ledger_again.held_keys(tier)) == held
         assert sorted(ledger_again.indexed(tier)) == held
     twice = [BlockRemoved([10]), BlockRemoved([11])]
     for each in (ledger, ledger_again):

@@ -105,7 +105,7 @@ def test_every_rank_has_a_unit_of_its_own_and_views_follow(fleet):
     assert view.by_rank.loads[1] is fleet.get("b").load_of(0)
     assert [worker.index for worker in view.workers] == [0, 1, 2]
     assert {
-        view.workers[place].id for unit, place in view.places.items() if unit in fleet.get("c").units
+        view.workers[position].id for unit, position in view.positions.items() if unit in fleet.get("c").units
     } == {"c"}
     assert changes == [(FleetChange.CAPACITY, "b"), (FleetChange.CAPACITY, "c")]
 

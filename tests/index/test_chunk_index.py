@@ -155,7 +155,7 @@ class ChunksAgainstSets(RuleBasedStateMachine):
         for holder, held in zip(self.holders, self.held, strict=True):
             assert holder.chunks == len(held)
             assert all(self.index.holds(holder, where, key) for where, key in held)
-        assert self.index.size().held == sum(map(len, self.held))
+        assert self.index.size().held_chunks == sum(map(len, self.held))
 
     def teardown(self) -> None:
         while self.index.sweep(1000):

@@ -35,7 +35,7 @@ def test_an_empty_prompt_can_be_leased(history) -> None:
 
     assert lease.new_blocks == 0
     lease.release()
-    assert history.part(A).blocks == 0
+    assert history.share(A).blocks == 0
 
 
 def test_matching_changes_nothing(history, sent, chain) -> None:
@@ -82,7 +82,7 @@ def test_the_least_recently_finished_sequence_loses_its_tail_first(history, sent
 
     assert history.match(chain("aaaaa")) == {A: 3}
     assert history.match(chain("bbbbb")) == {A: 5}
-    assert history.part(A).blocks == 10
+    assert history.share(A).blocks == 10
 
 
 def test_using_a_sequence_again_protects_it(history, sent, chain) -> None:
@@ -137,22 +137,22 @@ def test_a_part_exceeds_its_capacity_only_while_pinned_blocks_need_it(history, c
     history.set_capacity(A, 4)
 
     lease = history.acquire(A, chain("abcdefgh"))
-    assert (history.part(A).blocks, history.part(A).active_blocks) == (8, 8)
+    assert (history.share(A).blocks, history.share(A).active_blocks) == (8, 8)
 
     lease.release()
-    assert (history.part(A).blocks, history.part(A).active_blocks) == (4, 0)
+    assert (history.share(A).blocks, history.share(A).active_blocks) == (4, 0)
     assert history.match(chain("abcdefgh")) == {A: 4}
 
 
 def test_active_blocks_count_shared_blocks_once(history, chain) -> None:
     leases = [history.acquire(A, chain(["s1", "s2", i])) for i in range(3)]
 
-    assert history.part(A).active_blocks == 5
+    assert history.share(A).active_blocks == 5
     leases[0].release()
-    assert history.part(A).active_blocks == 4
+    assert history.share(A).active_blocks == 4
     leases[1].release()
     leases[2].release()
-    assert history.part(A).active_blocks == 0
+    assert history.share(A).active_blocks == 0
 
 
 def test_releasing_twice_is_releasing_once(history, chain) -> None:
@@ -161,9 +161,9 @@ def test_releasing_twice_is_releasing_once(history, chain) -> None:
     first.release()
     first.release()
 
-    assert history.part(A).active_blocks == 2
+    assert history.share(A).active_blocks == 2
     second.release()
-    assert history.part(A).active_blocks == 0
+    assert history.share(A).active_blocks == 0
 
 
 def test_a_lease_counts_its_new_blocks(history, sent, chain) -> None:
@@ -180,21 +180,21 @@ def test_a_lease_grows_with_its_sequence(history, chain) -> None:
 
     assert lease.new_blocks == 13
     assert history.match(chain("prompt+answer")) == {A: 13}
-    assert history.part(A).active_blocks == 13
+    assert history.share(A).active_blocks == 13
     lease.release()
-    assert history.part(A).active_blocks == 0
+    assert history.share(A).active_blocks == 0
 
 
 def test_two_leases_on_the_same_blocks_pin_each_block_once_per_lease(history, chain) -> None:
     first, second = history.acquire(A, chain("ab")), history.acquire(A, chain("ab"))
 
     first.extend(chain("abcd"))
-    assert history.part(A).active_blocks == 4
+    assert history.share(A).active_blocks == 4
 
     first.release()
-    assert history.part(A).active_blocks == 2
+    assert history.share(A).active_blocks == 2
     second.release()
-    assert history.part(A).active_blocks == 0
+    assert history.share(A).active_blocks == 0
 
 
 def test_a_run_with_branches_does_not_grow_in_place(history, chain) -> None:
@@ -228,12 +228,12 @@ def test_a_forgotten_worker_holds_nothing_and_its_leases_are_void(history, sent,
 
     history.forget(A)
     assert history.match(chain("abc")) == {B: 2}
-    assert (history.part(A).blocks, history.part(A).active_blocks) == (0, 0)
+    assert (history.share(A).blocks, history.share(A).active_blocks) == (0, 0)
 
     again = history.acquire(A, chain("abd"))
     lease.release()
-    assert history.part(A).active_blocks == 3, "the void lease unpinned blocks of the new part"
-    assert history.part(A).capacity_blocks == 50
+    assert history.share(A).active_blocks == 3, "the void lease unpinned blocks of the new share"
+    assert history.share(A).capacity_blocks == 50
     again.release()
 
 
@@ -248,29 +248,29 @@ def test_lowering_the_capacity_evicts_immediately(history, sent, chain) -> None:
 
     history.set_capacity(A, 2)
 
-    assert history.part(A).blocks == 2
+    assert history.share(A).blocks == 2
     assert history.match(chain("abcdef")) == {A: 2}
 
 
 def test_the_history_counts_the_blocks_that_a_request_would_evict(history, chain) -> None:
     history.set_capacity(A, 10)
-    part = history.part(A)
+    share = history.share(A)
     history.acquire(A, chain("abcdef")).release()
     lease = history.acquire(A, chain("xy"))
 
-    assert part.room_blocks == 2
-    assert part.evicted_by(2) == 0
-    assert part.evicted_by(5) == 3
-    assert part.evicted_by(50) == 6, "pinned blocks do not go"
+    assert share.room_blocks == 2
+    assert share.evicted_by(2) == 0
+    assert share.evicted_by(5) == 3
+    assert share.evicted_by(50) == 6, "pinned blocks do not go"
     lease.release()
     history.set_capacity(A, 4)
-    assert part.room_blocks == 0
+    assert share.room_blocks == 0
 
 
 def test_a_new_worker_starts_empty_at_the_default_capacity(make_history) -> None:
-    part = make_history(77).part(B)
+    share = make_history(77).share(B)
 
-    assert (part.blocks, part.active_blocks, part.capacity_blocks, part.room_blocks) == (0, 0, 77, 77)
+    assert (share.blocks, share.active_blocks, share.capacity_blocks, share.room_blocks) == (0, 0, 77, 77)
 
 
 def test_sizes_go_up_and_back_to_zero(history, sent, chain) -> None:
@@ -379,9 +379,9 @@ class Pair:
 
     def compare(self) -> None:
         for worker in WORKERS:
-            part = self.history.part(worker)
-            assert part.blocks == self.model.blocks(worker)
-            assert part.active_blocks == self.model.active(worker)
+            share = self.history.share(worker)
+            assert share.blocks == self.model.blocks(worker)
+            assert share.active_blocks == self.model.active(worker)
         for keys in self.probes[-6:] + self.probes[:: 1 + len(self.probes) // 20]:
             assert self.history.match(keys) == self.model.match(keys)
         size = self.history.size()

@@ -122,7 +122,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             held = list(self.index.blocks_of(holder))
             assert sorted(held) == sorted(self.held[id(holder)])
             assert holder.blocks == len(held)
-        assert self.index.size().held == sum(len(held) for held in self.held.values())
+        assert self.index.size().held_blocks == sum(len(held) for held in self.held.values())
 
     def teardown(self) -> None:
         while self.index.sweep(1000):
@@ -228,7 +228,7 @@ def test_a_full_index_refuses_blocks_and_reports_it() -> None:
     assert index.store(other, 16, None, keys) == 10
     size = index.size()
 
-    assert (size.blocks, size.held, size.dropped) == (10, 20, 12)
+    assert (size.blocks, size.held_blocks, size.dropped) == (10, 20, 12)
     assert index.match(keys) == {0: TierMatch(160), 1: TierMatch(160)}
 
 

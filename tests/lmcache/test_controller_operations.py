@@ -95,7 +95,7 @@ def test_a_worker_that_leaves_loses_its_chunks(rig: Any, worker: Any) -> None:
     rig.handle(wire.DeRegister(**worker.sender))
 
     assert worker.in_index == set()
-    assert rig.index.size().held == rig.index.size().chunks == 0
+    assert rig.index.size().held_chunks == rig.index.size().chunks == 0
     assert rig.controller.trust(1) is MapTrust.NONE
     assert rig.controller.gauges().instances == 0
 

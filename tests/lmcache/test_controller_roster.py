@@ -74,7 +74,7 @@ def test_of_two_instances_at_one_address_the_newer_one_counts(rig: Any, worker_o
 
     assert rig.matched(prompt, 2) == 0
     assert rig.controller.gauges().instances == 1
-    assert rig.index.size().held == 0
+    assert rig.index.size().held_chunks == 0
 
 
 def test_an_instance_at_anothers_address_stays_if_it_has_a_workers_name_or_sends_heartbeats(

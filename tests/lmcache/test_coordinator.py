@@ -321,7 +321,7 @@ def test_a_private_store_is_removed_when_its_server_stays_away() -> None:
     fleet.coordinator.expire()
 
     assert fleet.coordinator.pools() == []
-    assert fleet.index.size().held == 0
+    assert fleet.index.size().held_chunks == 0
 
 
 # Fencing
@@ -768,6 +768,6 @@ def test_a_shared_index_is_empty_after_all_servers_left(fleet: Fleet, server: Se
     while fleet.index.sweep():
         pass
 
-    assert fleet.index.size().held == fleet.index.size().chunks == len(NAMES)
+    assert fleet.index.size().held_chunks == fleet.index.size().chunks == len(NAMES)
     keys: set[ChunkKey] = {chunk_key(name) for name in NAMES}
     assert len(keys) == len(NAMES)

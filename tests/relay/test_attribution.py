@@ -6,9 +6,9 @@ from kvroute.relay.attribution import Attribution
 from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, RouteDecision, RouteReason, Tokens
 
 
-def candidate(worker_id: str = "w0", matched: int = 0, held: CandidateMatch | None = None) -> Candidate:
+def candidate(worker_id: str = "w0", matched: int = 0, match: CandidateMatch | None = None) -> Candidate:
     worker = Worker(WorkerSpec(WorkerId(worker_id), "http://w"))
-    return Candidate(worker, 0.0, matched, 0.0, CostTerms(), held)
+    return Candidate(worker, 0.0, matched, 0.0, CostTerms(), match)
 
 
 def lines(attribution: Attribution, chosen: Candidate, strategy: str, reason: RouteReason) -> list[bytes]:
@@ -31,7 +31,7 @@ def test_the_lines_name_worker_strategy_and_reason():
     ("chosen", "hits"),
     [
         (candidate(matched=48), (b"48", b"gpu=48;l1=0;l2=0")),
-        (candidate(matched=60, held=CandidateMatch(Tokens(16, 32, 12))), (b"60", b"gpu=16;l1=32;l2=12")),
+        (candidate(matched=60, match=CandidateMatch(Tokens(16, 32, 12))), (b"60", b"gpu=16;l1=32;l2=12")),
         (candidate(), (b"0", b"gpu=0;l1=0;l2=0")),
     ],
 )

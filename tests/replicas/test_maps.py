@@ -78,7 +78,7 @@ def test_blocks_are_mirrored_from_the_start_and_from_the_middle(seed):
             assert early.blocks.match(keys) == matches
             assert late is None or late.blocks.match(keys) == matches
     assert late is not None
-    assert index.size().held == early.blocks.size().held == late.blocks.size().held > 100
+    assert index.size().held_blocks == early.blocks.size().held_blocks == late.blocks.size().held_blocks > 100
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["blake3", "signed keys"])
@@ -125,7 +125,7 @@ def test_chunks_are_mirrored_from_the_start_and_from_the_middle(scheme):
                 assert early.chunks.match(prompt, salt, {}) == matches
                 assert late is None or late.chunks.match(prompt, salt, {}) == matches
     assert late is not None
-    assert index.size().held == early.chunks.size().held == late.chunks.size().held > 10
+    assert index.size().held_chunks == early.chunks.size().held_chunks == late.chunks.size().held_chunks > 10
 
 
 def test_a_full_index_publishes_only_the_stored_blocks():

@@ -50,7 +50,7 @@ def candidate_of(
     marginal += costs.balance_weight * max(0.0, queue.recent(query.now)[0] - rho) * own
     eviction = memory = 0.0
     if each := block_tokens(query):
-        part, new_blocks = history.part(worker.index), int(miss / each)
+        part, new_blocks = history.share(worker.index), int(miss / each)
         eviction = costs.eviction_weight * part.evicted_by(new_blocks) * each * costs.token_s
         over = part.active_blocks + new_blocks + queue.in_flight - costs.memory_limit * part.capacity_blocks
         residence = assumed if queue.residence_s is None else queue.residence_s

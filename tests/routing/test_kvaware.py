@@ -169,7 +169,7 @@ def test_in_flight_blocks_take_the_place_of_slower_tiers(strategy, caches, in_fl
     query = asked()
     in_flight.acquire(B, query.exact[0].keys[:20])
 
-    held = candidate_of(strategy.rank(query, view), B).held
+    held = candidate_of(strategy.rank(query, view), B).match
 
     assert held.tokens == Tokens(gpu=320, l1=160, l2=256)
 
@@ -185,13 +185,13 @@ def test_a_finished_prompt_counts_until_events_have_been_read(strategy, caches, 
     query = asked()
     in_flight.acquire(B, query.exact[0].keys, streamed=False).finish(0.0)
     caches.is_read = False
-    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 992
+    assert candidate_of(strategy.rank(query, view), B).match.tokens.gpu == 992
 
     caches.is_read = True  # but the events of this prompt are still on their way
-    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 992
+    assert candidate_of(strategy.rank(query, view), B).match.tokens.gpu == 992
 
     caches.has_prompts = True
-    assert candidate_of(strategy.rank(query, view), B).held.tokens.gpu == 0
+    assert candidate_of(strategy.rank(query, view), B).match.tokens.gpu == 0
 
 
 def test_the_next_turn_is_decided_with_all_events_of_the_last(strategy, caches, in_flight, view) -> None:
@@ -205,7 +205,7 @@ def test_the_next_turn_is_decided_with_all_events_of_the_last(strategy, caches, 
     decision = strategy.rank(query, view)
 
     assert caches.refreshes == [False, True]
-    assert candidate_of(decision, B).held.tokens.gpu == 800
+    assert candidate_of(decision, B).match.tokens.gpu == 800
 
 
 def test_in_flight_tokens_are_whole_blocks_of_the_worker(
@@ -230,7 +230,7 @@ def test_without_tokens_the_route_history_decides(strategy, caches, history, vie
 
     assert order(decision)[0] == C
     assert decision.reason is RouteReason.KV_APPROXIMATE
-    assert (decision.ranking[0].held.mapped, decision.ranking[0].held.why) == (False, "late")
+    assert (decision.ranking[0].match.mapped, decision.ranking[0].match.distrust_reason) == (False, "late")
 
 
 def test_a_worker_whose_map_is_not_trusted_is_ranked_by_the_route_history(
@@ -246,7 +246,7 @@ def test_a_worker_whose_map_is_not_trusted_is_ranked_by_the_route_history(
     history.acquire(A, query.prompts[0].keys).release()
     decision = strategy.rank(query, view)
     assert order(decision)[0] == A
-    assert decision.ranking[0].held == (Tokens(992), A, None, False, "gap")
+    assert decision.ranking[0].match == (Tokens(992), A, None, False, "gap")
 
 
 def test_the_longer_match_of_a_partial_map_and_the_route_history_counts(
@@ -256,7 +256,7 @@ def test_the_longer_match_of_a_partial_map_and_the_route_history_counts(
     caches.trusts = {A: MapTrust.PARTIAL}
     query = asked()
 
-    assert candidate_of(strategy.rank(query, view), A).held.mapped
+    assert candidate_of(strategy.rank(query, view), A).match.mapped
 
     history.acquire(A, query.prompts[0].keys).release()
     assert candidate_of(strategy.rank(query, view), A).matched_tokens == 992
@@ -270,7 +270,7 @@ def test_a_worker_is_ranked_by_its_best_rank(strategy, caches, view) -> None:
 
     assert order(decision)[0] == B
     assert sorted(order(decision)) == [A, B, C]
-    assert (decision.ranking[0].rank, decision.ranking[0].held.slot) == (1, 11)
+    assert (decision.ranking[0].rank, decision.ranking[0].match.slot) == (1, 11)
 
 
 @pytest.mark.parametrize("inexact", ["", "late"])

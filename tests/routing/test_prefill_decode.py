@@ -125,7 +125,7 @@ def test_by_cost_a_short_prompt_stays_and_a_long_one_is_handed_over_while_stream
     assert router.decide(ask(SHORT, 40.0), view).handover is None
     decision = router.decide(ask(LONG, 40.0), view)
     assert decision.reason is RouteReason.HANDED_OVER
-    assert decision.handover.whole.score < decision.ranking[0].score  # but it would delay the streams
+    assert decision.handover.decode_only.score < decision.ranking[0].score  # but it would delay the streams
 
 
 def stream_on(router, query, view, index: int, now: float = 0.0):

@@ -66,17 +66,17 @@ def test_with_several_groups_the_other_rules_own_prediction_counts() -> None:
 def test_a_worker_that_finds_nothing_of_what_was_predicted_has_the_share_zero() -> None:
     discounts = Discounts()
     for count in range(2):
-        assert discounts.sent == {}, count
+        assert discounts.by_history == {}, count
         discounts.reported(1, False, 6000, 0, 16)
-    assert discounts.sent == {1: 0.0}
-    assert discounts.mapped == {}
+    assert discounts.by_history == {1: 0.0}
+    assert discounts.by_map == {}
 
 
 def test_the_share_is_what_was_found_of_what_was_predicted() -> None:
     discounts = Discounts()
     for found in (500, 1000, 500, 500):
         discounts.reported(1, True, 1000, found, 16)
-    assert discounts.mapped == {1: 0.625}
+    assert discounts.by_map == {1: 0.625}
 
 
 def test_a_worker_without_reports_has_the_mean_share_of_the_others_that_serve_the_model(make_worker) -> None:
@@ -84,20 +84,20 @@ def test_a_worker_without_reports_has_the_mean_share_of_the_others_that_serve_th
     for _ in range(2):
         discounts.reported(workers[0].index, False, 6000, 0, 16)
         discounts.reported(workers[1].index, False, 6000, 6000, 16)
-    assert discounted([600] * 3, workers, discounts.sent) == [0, 600, 300]
-    assert discounted([600], workers[2:], discounts.sent) == [600]
+    assert discounted([600] * 3, workers, discounts.by_history) == [0, 600, 300]
+    assert discounted([600], workers[2:], discounts.by_history) == [600]
 
 
 def test_workers_that_all_agree_leave_no_shares() -> None:
     discounts = Discounts()
     for _ in range(4):
         discounts.reported(1, True, 1000, 1000, 16)
-    assert discounts.mapped == {}
+    assert discounts.by_map == {}
     for _ in range(2):
         discounts.reported(2, True, 1000, 0, 16)
-    assert discounts.mapped == {1: 1.0, 2: 0.0}
+    assert discounts.by_map == {1: 1.0, 2: 0.0}
     discounts.forget(2)
-    assert discounts.mapped == {}
+    assert discounts.by_map == {}
 
 
 def test_a_worker_whose_reports_agree_again_has_no_discount() -> None:
@@ -106,7 +106,7 @@ def test_a_worker_whose_reports_agree_again_has_no_discount() -> None:
         discounts.reported(1, True, 1000, 0, 16)
     for _ in range(16):
         discounts.reported(1, True, 1000, 1000, 16)
-    assert discounts.mapped == {}
+    assert discounts.by_map == {}
 
 
 @pytest.mark.parametrize("found", [985, 1000, 2000])
@@ -114,7 +114,7 @@ def test_less_than_a_block_too_much_and_too_little_are_no_contradiction(found: i
     discounts = Discounts()
     for _ in range(20):
         discounts.reported(1, True, 1000, found, 16)
-    assert discounts.mapped == {}
+    assert discounts.by_map == {}
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
@@ -124,9 +124,9 @@ def test_a_worker_that_left_is_forgotten() -> None:
     answers.add(1, 5, 100, 10)  # type: ignore[arg-type]
     discounts.forget(1)
     answers.forget(1)
-    assert (discounts.mapped, answers.by_unit) == ({}, {})
+    assert (discounts.by_map, answers.by_unit) == ({}, {})
     discounts.reported(1, True, 1000, 0, 16)
-    assert discounts.mapped == {}
+    assert discounts.by_map == {}
 
 
 def test_the_last_token_of_an_answer_is_not_held_and_old_answers_are_dropped() -> None:

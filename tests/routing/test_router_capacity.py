@@ -29,7 +29,7 @@ def worker(make_worker):
 def test_a_part_is_as_large_as_the_workers_cache(sizes, history, worker) -> None:
     sizes.resize(worker)
 
-    assert history.part(2).capacity_blocks == 1000
+    assert history.share(2).capacity_blocks == 1000
 
 
 def test_a_worker_that_was_never_announced_is_sized_by_its_first_prompt(
@@ -37,7 +37,7 @@ def test_a_worker_that_was_never_announced_is_sized_by_its_first_prompt(
 ) -> None:
     sizes.observe(worker, 10, 32.0)
 
-    assert history.part(2).capacity_blocks == 500
+    assert history.share(2).capacity_blocks == 500
 
 
 def test_a_changed_capacity_resizes_the_part(sizes, history, worker) -> None:
@@ -46,18 +46,18 @@ def test_a_changed_capacity_resizes_the_part(sizes, history, worker) -> None:
 
     sizes.resize(worker)
 
-    assert history.part(2).capacity_blocks == 500
+    assert history.share(2).capacity_blocks == 500
 
 
 def test_a_part_follows_a_better_estimate_of_its_blocks(sizes, history, worker, query, keys_of, rng) -> None:
     """An empty part at once, a full one by the share of what comes in."""
     sizes.resize(worker)
     sizes.observe(worker, 1000, 32.0)
-    assert 500 <= history.part(2).capacity_blocks <= 502
+    assert 500 <= history.share(2).capacity_blocks <= 502
 
     history.acquire(2, keys_of(rng, 16 * 400)).release()
     sizes.observe(worker, 10, 16.0)
-    assert 520 <= history.part(2).capacity_blocks <= 540
+    assert 520 <= history.share(2).capacity_blocks <= 540
 
 
 def test_an_estimate_that_hardly_moves_changes_nothing(sizes, history, worker, query, keys_of, rng) -> None:
@@ -65,7 +65,7 @@ def test_an_estimate_that_hardly_moves_changes_nothing(sizes, history, worker, q
 
     sizes.observe(worker, 1000, 16.2)
 
-    assert history.part(2).capacity_blocks == 1000
+    assert history.share(2).capacity_blocks == 1000
 
 
 def test_another_worker_under_a_reused_index_starts_afresh(
@@ -76,13 +76,13 @@ def test_another_worker_under_a_reused_index_starts_afresh(
 
     sizes.resize(make_worker(2, capacity_tokens=16_000))
 
-    assert history.part(2).capacity_blocks == 1000
+    assert history.share(2).capacity_blocks == 1000
 
 
 def test_no_part_is_smaller_than_a_block(sizes, history, make_worker) -> None:
     sizes.resize(make_worker(3, capacity_tokens=5))
 
-    assert history.part(3).capacity_blocks == 1
+    assert history.share(3).capacity_blocks == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,8 +115,8 @@ def test_the_router_resizes_a_part_as_after_every_prompt(
             plain.finish(now)
             lease.release()
 
-        assert own.part(worker.index).capacity_blocks == history.part(worker.index).capacity_blocks
-        assert own.part(worker.index).active_blocks == history.part(worker.index).active_blocks
+        assert own.share(worker.index).capacity_blocks == history.share(worker.index).capacity_blocks
+        assert own.share(worker.index).active_blocks == history.share(worker.index).active_blocks
         assert worker.load.recent(now) == other.recent(now)
         assert worker.load.wait(now) == other.wait(now)
         assert (worker.load.in_flight, worker.load.active_tokens, worker.load.residence_s) == (

@@ -266,8 +266,8 @@ def test_placements_are_taken_over_but_not_those_of_sessions_placed_here(make_st
     other = next(each for each in workers if each not in (home, moved))
 
     for placement in one.placements():
-        joins.place(*placement)
-        joins.place(*placement[:3], other.id)
+        joins.adopt(*placement)
+        joins.adopt(*placement[:3], other.id)
 
     assert route(joins, view, "s") == (moved, RouteReason.SESSION)
 
@@ -281,7 +281,7 @@ def test_a_placement_that_was_taken_over_is_forgotten_before_the_first_request(m
         reservation.finish(1.0)
     assert moved is not home
     for placement in one.placements():
-        joins.place(*placement)
+        joins.adopt(*placement)
 
     assert joins.forget("s") is True
     assert joins.placements() == []

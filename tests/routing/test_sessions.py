@@ -190,7 +190,7 @@ def workers_of(sessions: SessionWorkers, *keys: str):
 def test_the_most_recently_used_sessions_are_remembered():
     sessions = SessionWorkers(2)
     for session in ("first", "second", "first", "third"):
-        sessions.sent(MODEL, hash_of_session(MODEL, session), A)
+        sessions.dispatched(MODEL, hash_of_session(MODEL, session), A)
 
     assert [sessions.worker(hash_of_session(MODEL, each)) for each in ("first", "second", "third")] == [
         A,
@@ -202,8 +202,8 @@ def test_the_most_recently_used_sessions_are_remembered():
 def test_a_joining_process_adopts_the_sessions_that_it_has_not_seen():
     source, joined = SessionWorkers(10), SessionWorkers(10)
     for session in ("1", "2", "3"):
-        source.sent(MODEL, hash_of_session(MODEL, session), A)
-    joined.sent(MODEL, hash_of_session(MODEL, "3"), B)
+        source.dispatched(MODEL, hash_of_session(MODEL, session), A)
+    joined.dispatched(MODEL, hash_of_session(MODEL, "3"), B)
 
     joined.adopt(*source.latest(2))
 

@@ -387,8 +387,8 @@ class _Bucket:
         figures["prompt_tokens"] += record.tokens
         figures["predicted_tokens"] += record.matched_tokens
         held = None if record.decision is None else _candidate(record.decision, record)
-        if held is not None and held.held is not None and held.held.mapped:
-            gpu, l1, l2 = held.held.tokens
+        if held is not None and held.match is not None and held.match.mapped:
+            gpu, l1, l2 = held.match.tokens
             figures["gpu"] += gpu
             figures["l1"] += l1
             figures["l2"] += l2

@@ -126,7 +126,7 @@ class Permits:
             if handover is None or self.has_free(handover.prefill.worker):
                 return decision
             others = ranking[1:]
-            return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (handover.whole, *others))
+            return RouteDecision(decision.strategy, RouteReason.AT_LIMIT, (handover.decode_only, *others))
         for place, candidate in enumerate(ranking):
             if place and self.has_free(candidate.worker):
                 others = [other for other in ranking if other is not candidate]

@@ -190,7 +190,7 @@ def load_gauges(fleet: Fleet, router: Router, now: float) -> Iterable[Metric]:
         ("worker", "source"),
         [
             ((w.id, source), shares[w.index])
-            for source, shares in (("map", discounts.mapped), ("history", discounts.sent))
+            for source, shares in (("map", discounts.by_map), ("history", discounts.by_history))
             for w in workers
             if shares.get(w.index, 1.0) < 1.0
         ],

@@ -560,7 +560,7 @@ class Replica:
         if peer == self._joining.source:
             ranks = message.ranks or [None] * len(message.placements)
             for (model, place, home, worker), rank in zip(message.placements, ranks, strict=False):
-                self._sessions().place(model, place, WorkerId(home), WorkerId(worker), rank)
+                self._sessions().adopt(model, place, WorkerId(home), WorkerId(worker), rank)
             latest = [(session, WorkerId(worker)) for session, worker in message.latest]
             self._router.sessions.adopt(message.models, latest)
 

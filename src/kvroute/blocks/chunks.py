@@ -95,8 +95,8 @@ class ChunkKeys(Sequence[ChunkKey]):
     def compute(self, count: int) -> None:
         """Compute the first `count` keys, or all keys if there are fewer."""
         computed, tokens, hash_next, last = self.computed, self._tokens, self._hash_next, self._last
-        for place in range(len(computed), min(count, len(self))):
-            last = hash_next(last, self._ids[place * tokens : (place + 1) * tokens])
+        for index in range(len(computed), min(count, len(self))):
+            last = hash_next(last, self._ids[index * tokens : (index + 1) * tokens])
             if isinstance(last, bytes):
                 self.names.append(last)
                 computed.append(_key_of(last))
@@ -115,21 +115,21 @@ class ChunkKeys(Sequence[ChunkKey]):
         return len(self._ids) // self._tokens
 
     @overload
-    def __getitem__(self, place: int) -> ChunkKey: ...
+    def __getitem__(self, index: int) -> ChunkKey: ...
     @overload
-    def __getitem__(self, place: slice) -> list[ChunkKey]: ...
-    def __getitem__(self, place: int | slice) -> ChunkKey | list[ChunkKey]:
-        if isinstance(place, slice):
-            chosen = range(*place.indices(len(self)))
+    def __getitem__(self, index: slice) -> list[ChunkKey]: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | list[ChunkKey]:
+        if isinstance(index, slice):
+            chosen = range(*index.indices(len(self)))
             if chosen:
                 self.compute(max(chosen[0], chosen[-1]) + 1)
-            return [self.computed[index] for index in chosen]
-        if place < 0:
-            place += len(self)
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        self.compute(place + 1)
-        return self.computed[place]
+            return [self.computed[number] for number in chosen]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        self.compute(index + 1)
+        return self.computed[index]
 
     def __iter__(self) -> Iterator[ChunkKey]:
         self.compute(len(self))
@@ -225,26 +225,26 @@ def _key_of(name: bytes) -> ChunkKey:
     return key
 
 
-def _blake3_next(before: bytes, ids: Sequence[int]) -> bytes:
+def _blake3_next(parent: bytes, ids: Sequence[int]) -> bytes:
     # A slice of an array is a copy, so it may be swapped in place.
     words = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
     if byteorder == "little":
         words.byteswap()
-    return blake3(before + words.tobytes()).digest()
+    return blake3(parent + words.tobytes()).digest()
 
 
-def _builtin_next(before: int, ids: Sequence[int]) -> int:
-    return hash((before, tuple(ids), ()))
+def _builtin_next(parent: int, ids: Sequence[int]) -> int:
+    return hash((parent, tuple(ids), ()))
 
 
-def _builtin_none_next(before: int, ids: Sequence[int]) -> int:
-    return hash((before, tuple(ids), _HASH_OF_NONE))
+def _builtin_none_next(parent: int, ids: Sequence[int]) -> int:
+    return hash((parent, tuple(ids), _HASH_OF_NONE))
 
 
-def _sha256_cbor_next(before: int, ids: Sequence[int]) -> int:
+def _sha256_cbor_next(parent: int, ids: Sequence[int]) -> int:
     # An array of three items: a number, an array of numbers, an empty array (RFC 8949, shortest forms).
     numbers = b"".join(map(_cbor_number, ids))
-    body = b"\x83" + _cbor_number(before) + _cbor_head(0x80, len(ids)) + numbers + b"\x80"
+    body = b"\x83" + _cbor_number(parent) + _cbor_head(0x80, len(ids)) + numbers + b"\x80"
     return int.from_bytes(sha256(body).digest()[:8], "big")
 
 

@@ -59,11 +59,11 @@ def _slices(size: int, count: int) -> list[slice]:
 _Bytes: TypeAlias = "bytes | memoryview[int]"
 
 
-def _slicer(parts: list[slice]) -> Callable[[_Bytes], Sequence[_Bytes]]:
+def _slicer(slices: list[slice]) -> Callable[[_Bytes], Sequence[_Bytes]]:
     """A function that returns these slices of its argument."""
-    if len(parts) > 1:
-        return itemgetter(*parts)
-    return lambda data: [data[part] for part in parts]
+    if len(slices) > 1:
+        return itemgetter(*slices)
+    return lambda data: [data[piece] for piece in slices]
 
 
 _PREPARED_GROUPS = 32
@@ -132,30 +132,30 @@ class BlockKeys(Sequence[BlockKey]):
         return self._size
 
     @overload
-    def __getitem__(self, place: int) -> BlockKey: ...
+    def __getitem__(self, index: int) -> BlockKey: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
-    def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
-        if place == -1:
-            place = self._size - 1
-        if place == self._latest:
+    def __getitem__(self, index: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, index: int | slice) -> BlockKey | Sequence[BlockKey]:
+        if index == -1:
+            index = self._size - 1
+        if index == self._latest:
             return self._latest_key
-        if isinstance(place, slice):
-            start, stop, step = place.indices(self._size)
-            return (
-                self._range(start, stop) if step == 1 else [self[index] for index in range(start, stop, step)]
-            )
-        if place < 0:
-            place += self._size
-        if not 0 <= place < self._size:
-            raise IndexError(place)
-        size, group, anchors = self._block_bytes, place // GROUP_BLOCKS, self._anchors
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._size)
+            if step == 1:
+                return self._range(start, stop)
+            return [self[number] for number in range(start, stop, step)]
+        if index < 0:
+            index += self._size
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        size, group, anchors = self._block_bytes, index // GROUP_BLOCKS, self._anchors
         if group >= len(anchors):
             self._add_anchors(group)
         key: BlockKey = xxh3_64_intdigest(  # type: ignore[assignment]  # a `NewType` is a call
-            self._data[group * GROUP_BLOCKS * size : (place + 1) * size], anchors[group]
+            self._data[group * GROUP_BLOCKS * size : (index + 1) * size], anchors[group]
         )
-        self._latest = place
+        self._latest = index
         self._latest_key = key
         return key
 
@@ -182,15 +182,15 @@ class BlockKeys(Sequence[BlockKey]):
     def _add_anchors(self, group: int) -> None:
         """Compute the anchors up to `group`."""
         anchors, size, hashed = self._anchors, GROUP_BLOCKS * self._block_bytes, xxh3_64_intdigest
-        known = len(anchors) - 1
+        anchored = len(anchors) - 1
         # Views: to copy a group costs more than to hash it.
-        rest, groups = memoryview(self._data)[known * size - self._skipped :], group - known
+        unhashed, groups = memoryview(self._data)[anchored * size - self._skipped :], group - anchored
         if 0 < groups <= _PREPARED_GROUPS and size == ANCHOR_BYTES:
-            parts = _GROUP_SLICERS[groups](rest)
+            parts = _GROUP_SLICERS[groups](unhashed)
         else:
-            parts = [rest[part] for part in _slices(size, groups)]
+            parts = [unhashed[piece] for piece in _slices(size, groups)]
         # The seed of each anchor is the anchor before it: `map` reads `anchors` while they grow.
-        anchors.extend(map(hashed, parts, islice(anchors, known, None)))
+        anchors.extend(map(hashed, parts, islice(anchors, anchored, None)))
 
     def _range(self, start: int, stop: int) -> list[BlockKey]:
         """The keys from `start` to before `stop`."""
@@ -215,9 +215,9 @@ class BlockKeys(Sequence[BlockKey]):
         skipped = self._skipped
         while start < stop:
             group = start // GROUP_BLOCKS
-            first = group * GROUP_BLOCKS
-            begin, seed = first * size - skipped, self._anchors[group]
-            until = min(stop, first + GROUP_BLOCKS)
+            group_start = group * GROUP_BLOCKS
+            begin, seed = group_start * size - skipped, self._anchors[group]
+            until = min(stop, group_start + GROUP_BLOCKS)
             for end in range((start + 1) * size - skipped, (until + 1) * size - skipped, size):
                 append(hashed(data[begin:end], seed))
             start = until
@@ -252,26 +252,26 @@ class ContinuedKeys(BlockKeys):
     `prefix`.
     """
 
-    __slots__ = ("_known", "_known_blocks", "_recorded", "_skipped", "_whole")
+    __slots__ = ("_cached_prefix", "_prefix_blocks", "_recorded", "_skipped", "_whole")
 
     def __init__(
         self,
-        known: PrefixKeys,
+        prefix: PrefixKeys,
         tail: bytes,
         whole: Callable[[], bytes],
         records: bool = False,
     ) -> None:
-        self._known = known
-        self._known_blocks = blocks = known.blocks
+        self._cached_prefix = prefix
+        self._prefix_blocks = blocks = prefix.blocks
         self._skipped = blocks * BLOCK_BYTES
         self._data = tail
         self._whole = whole
         self._recorded = (
-            {place: key for place, key in known.cached.items() if place < blocks} if records else None
+            {index: key for index, key in prefix.cached.items() if index < blocks} if records else None
         )
         self._block_bytes = BLOCK_BYTES
         self._size = blocks + len(tail) // BLOCK_BYTES
-        self._anchors = known.anchors.copy()
+        self._anchors = prefix.anchors.copy()
         self._latest = self._tail = None
 
     def prefix(self, blocks: int) -> PrefixKeys:
@@ -281,53 +281,53 @@ class ContinuedKeys(BlockKeys):
             self._add_anchors(groups)
         return PrefixKeys(self._anchors[: groups + 1], {} if self._recorded is None else self._recorded)
 
-    def __getitem__(self, place):  # type: ignore[no-untyped-def]
-        if place == -1:
-            place = self._size - 1
-        if place == self._latest:
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if index == -1:
+            index = self._size - 1
+        if index == self._latest:
             return self._latest_key
-        if isinstance(place, slice):
-            return super().__getitem__(place)
-        if place < 0:
-            place += self._size
-        if not 0 <= place < self._size:
-            raise IndexError(place)
-        if place < self._known_blocks:
-            key = self._prefix_key(place)
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        if index < 0:
+            index += self._size
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        if index < self._prefix_blocks:
+            key = self._prefix_key(index)
         else:
-            group = place // GROUP_BLOCKS
+            group = index // GROUP_BLOCKS
             anchors, skipped = self._anchors, self._skipped
             if group >= len(anchors):
                 self._add_anchors(group)
             begin = group * ANCHOR_BYTES - skipped
-            key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES - skipped], anchors[group])
-        self._record(place, key)
-        self._latest = place
+            key = xxh3_64_intdigest(self._data[begin : (index + 1) * BLOCK_BYTES - skipped], anchors[group])
+        self._record(index, key)
+        self._latest = index
         self._latest_key = key  # type: ignore[assignment]
         return key
 
-    def _prefix_key(self, place: int) -> int:
+    def _prefix_key(self, index: int) -> int:
         """A key of the prefix."""
-        group, after = divmod(place + 1, GROUP_BLOCKS)
+        group, after = divmod(index + 1, GROUP_BLOCKS)
         if not after:
             return self._anchors[group]
-        cached = self._known.cached
-        key = cached.get(place)
+        cached = self._cached_prefix.cached
+        key = cached.get(index)
         if key is None:
             self._load_whole()
             begin = group * ANCHOR_BYTES
-            key = xxh3_64_intdigest(self._data[begin : (place + 1) * BLOCK_BYTES], self._anchors[group])
+            key = xxh3_64_intdigest(self._data[begin : (index + 1) * BLOCK_BYTES], self._anchors[group])
             if len(cached) >= _MOST_CACHED:
                 del cached[next(iter(cached))]
-            cached[place] = key
+            cached[index] = key
         return key
 
-    def _record(self, place: int, key: int) -> None:
+    def _record(self, index: int, key: int) -> None:
         recorded = self._recorded
         if recorded is not None:
             if len(recorded) >= _MOST_CACHED:
                 del recorded[next(iter(recorded))]
-            recorded[place] = key
+            recorded[index] = key
 
     def _load_whole(self) -> None:
         if self._skipped:
@@ -335,7 +335,7 @@ class ContinuedKeys(BlockKeys):
             self._skipped = 0
 
     def _range(self, start: int, stop: int) -> list[BlockKey]:
-        if start < min(stop, self._known_blocks):
+        if start < min(stop, self._prefix_blocks):
             self._load_whole()
         keys = super()._range(start, stop)
         if keys:
@@ -393,9 +393,9 @@ def token_keys(token_ids: Sequence[int], seed: int) -> list[BlockKey]:
     `seed` is the start of the chain: `CacheSpace.seed`, or the key of the preceding block. Token ids are
     unsigned 32-bit; others raise OverflowError. About 0.2 us per key (bench/micro_events.py).
     """
-    rest = len(token_ids) % KEY_TOKENS
-    if rest:
-        token_ids = token_ids[: len(token_ids) - rest]
+    partial = len(token_ids) % KEY_TOKENS
+    if partial:
+        token_ids = token_ids[: len(token_ids) - partial]
     ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     key, digest = seed, xxh3_64_intdigest
     keys: list[int] = [key := digest(block, key) for (block,) in _blocks(ids.tobytes())]

@@ -30,24 +30,24 @@ class PrefixIds:
     Mutable: `store_keys` replaces the stored keys as a whole, so several threads may read them.
     """
 
-    __slots__ = ("_pieces", "_rest", "_stored", "size")
+    __slots__ = ("_pieces", "_stored", "_tail", "size")
 
-    def __init__(self, pieces: tuple[array[int], ...] = (), rest: array[int] | None = None) -> None:
+    def __init__(self, pieces: tuple[array[int], ...] = (), tail: array[int] | None = None) -> None:
         self._pieces = pieces
-        self._rest = array("I") if rest is None else rest
-        self.size = len(pieces) * SHARED_TOKENS + len(self._rest)
+        self._tail = array("I") if tail is None else tail
+        self.size = len(pieces) * SHARED_TOKENS + len(self._tail)
         """Number of token ids."""
         self._stored: tuple[int, array[int]] | None = None
         """Seed and keys of the last prompt with this prefix."""
 
     def extended(self, ids: array[int]) -> PrefixIds:
         """A new prefix of these ids and `ids`. Copies less than one piece of the old ids."""
-        rest = self._rest + ids
-        if len(rest) < SHARED_TOKENS:
-            return PrefixIds(self._pieces, rest)
-        whole = len(rest) - len(rest) % SHARED_TOKENS
-        pieces = [rest[start : start + SHARED_TOKENS] for start in range(0, whole, SHARED_TOKENS)]
-        return PrefixIds((*self._pieces, *pieces), rest[whole:])
+        tail = self._tail + ids
+        if len(tail) < SHARED_TOKENS:
+            return PrefixIds(self._pieces, tail)
+        whole = len(tail) - len(tail) % SHARED_TOKENS
+        pieces = [tail[start : start + SHARED_TOKENS] for start in range(0, whole, SHARED_TOKENS)]
+        return PrefixIds((*self._pieces, *pieces), tail[whole:])
 
     def store_keys(self, seed: int, keys: array[int]) -> None:
         """Store the keys of a prompt that begins with these ids. The caller must not change `keys` later."""
@@ -62,21 +62,21 @@ class PrefixIds:
 
     def ids(self, start: int, stop: int) -> array[int]:
         """The token ids from `start` to before `stop`."""
-        first, last = start // SHARED_TOKENS, stop // SHARED_TOKENS
-        parts = [*self._pieces[first : last + 1], self._rest]
-        start -= first * SHARED_TOKENS
-        stop -= last * SHARED_TOKENS
-        if first == last:
-            return parts[0][start:stop]
-        views = [memoryview(part) for part in parts[: last - first + 1]]
+        first_piece, last_piece = start // SHARED_TOKENS, stop // SHARED_TOKENS
+        pieces = [*self._pieces[first_piece : last_piece + 1], self._tail]
+        start -= first_piece * SHARED_TOKENS
+        stop -= last_piece * SHARED_TOKENS
+        if first_piece == last_piece:
+            return pieces[0][start:stop]
+        views = [memoryview(piece) for piece in pieces[: last_piece - first_piece + 1]]
         views[0], views[-1] = views[0][start:], views[-1][:stop]
-        found = array("I")
-        found.frombytes(b"".join(views))
-        return found
+        ids = array("I")
+        ids.frombytes(b"".join(views))
+        return ids
 
     def parts(self) -> Iterator[array[int]]:
         yield from self._pieces
-        yield self._rest
+        yield self._tail
 
 
 class PromptIds(Sequence[int]):
@@ -87,36 +87,36 @@ class PromptIds(Sequence[int]):
     `PromptIds` if it contains the whole prefix.
     """
 
-    __slots__ = ("_keyed", "_prefix", "_rest", "_size")
+    __slots__ = ("_keyed", "_prefix", "_size", "_tail")
 
-    def __init__(self, prefix: PrefixIds, rest: array[int], keyed: PrefixIds | None = None) -> None:
+    def __init__(self, prefix: PrefixIds, tail: array[int], keyed: PrefixIds | None = None) -> None:
         self._prefix = prefix
-        self._rest = rest
+        self._tail = tail
         self._keyed = keyed or prefix
-        self._size = prefix.size + len(rest)
+        self._size = prefix.size + len(tail)
 
     def __len__(self) -> int:
         return self._size
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[int]: ...
-    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         shared = self._prefix.size
-        if isinstance(place, slice):
-            start, stop, step = place.indices(self._size)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._size)
             if not start and step == 1 and stop >= shared:
-                return PromptIds(self._prefix, self._rest[: stop - shared], self._keyed)
-            return self._range(start, stop) if step == 1 else self.flat()[place]
-        if place < 0:
-            place += len(self)
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        return self._range(place, place + 1)[0]
+                return PromptIds(self._prefix, self._tail[: stop - shared], self._keyed)
+            return self._range(start, stop) if step == 1 else self.flat()[index]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._range(index, index + 1)[0]
 
     def __iter__(self) -> Iterator[int]:
-        return chain(chain.from_iterable(self._prefix.parts()), self._rest)
+        return chain(chain.from_iterable(self._prefix.parts()), self._tail)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -154,9 +154,9 @@ class PromptIds(Sequence[int]):
         if start >= stop:
             return array("I")
         if start >= shared:
-            return self._rest[start - shared : stop - shared]
-        found = self._prefix.ids(start, min(stop, shared))
-        return found if stop <= shared else found + self._rest[: stop - shared]
+            return self._tail[start - shared : stop - shared]
+        ids = self._prefix.ids(start, min(stop, shared))
+        return ids if stop <= shared else ids + self._tail[: stop - shared]
 
 
 def id_array(token_ids: Sequence[int]) -> array[int]:
@@ -182,15 +182,15 @@ class KeyCache:
 
     def __init__(self, max_pieces: int = 8192) -> None:
         self._max_pieces = max_pieces
-        self._known: dict[int, array[int]] = {}
+        self._keys_by_digest: dict[int, array[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._keys_by_digest)
 
     def in_one_step(self, token_ids: Sequence[int], seed: int) -> Sequence[BlockKey] | None:
         """The result of `steps` if it takes one step only; else None."""
-        if isinstance(token_ids, PromptIds) and (own := token_ids.keys(seed)) is not None:
-            return own
+        if isinstance(token_ids, PromptIds) and (stored_keys := token_ids.keys(seed)) is not None:
+            return stored_keys
         try:
             next(self.steps(token_ids, seed))
         except StopIteration as end:
@@ -206,29 +206,29 @@ class KeyCache:
         # An array, because cached keys are then copied as bytes, without an object per key. `PromptIds` have
         # their own stored keys, which are used first.
         prompt = token_ids if isinstance(token_ids, PromptIds) else None
-        if prompt is not None and (own := prompt.keys(seed)) is not None:
-            return own
+        if prompt is not None and (stored_keys := prompt.keys(seed)) is not None:
+            return stored_keys
         ids = id_array(token_ids)
-        known, keys, digest, hashed = self._known, array("Q"), seed, 0
+        keys_by_digest, keys, digest, hashed = self._keys_by_digest, array("Q"), seed, 0
         whole = len(ids) - len(ids) % PIECE_TOKENS
         view = memoryview(ids)
         for start in range(0, whole, PIECE_TOKENS):
             digest = xxh3_64_intdigest(view[start : start + PIECE_TOKENS], digest)
-            made = known.pop(digest, None)
+            made = keys_by_digest.pop(digest, None)
             if made is None:
                 piece = ids[start : start + PIECE_TOKENS]
                 made = array("Q", token_keys(piece, keys[-1] if keys else seed))
                 hashed += 1
-                if len(known) >= self._max_pieces:
-                    del known[next(iter(known))]
-            known[digest] = made
+                if len(keys_by_digest) >= self._max_pieces:
+                    del keys_by_digest[next(iter(keys_by_digest))]
+            keys_by_digest[digest] = made
             keys += made
             if hashed == _PIECES_PER_STEP:
                 hashed = 0
                 yield
-        rest = ids[whole:]
-        if len(rest) >= KEY_TOKENS:
-            keys.extend(token_keys(rest, keys[-1] if keys else seed))
+        tail = ids[whole:]
+        if len(tail) >= KEY_TOKENS:
+            keys.extend(token_keys(tail, keys[-1] if keys else seed))
         if prompt is not None:
             prompt.store_keys(seed, keys)
         return cast("Sequence[BlockKey]", keys)
@@ -242,7 +242,7 @@ class _Group(Struct, eq=False, gc=False):
     """`GROUP_BLOCKS` consecutive keys of a prompt, or the fewer ones at its end. Mutable: `children`."""
 
     keys: array[int]
-    before: _Group | None
+    predecessor: _Group | None
     size: int
     """Keys from the beginning of the prompt to the end of the group."""
     children: int = 0
@@ -262,33 +262,33 @@ class GroupedKeys(Sequence[BlockKey]):
         return self._last.size
 
     @overload
-    def __getitem__(self, place: int) -> BlockKey: ...
+    def __getitem__(self, index: int) -> BlockKey: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
-    def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
-        if place == -1:
+    def __getitem__(self, index: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, index: int | slice) -> BlockKey | Sequence[BlockKey]:
+        if index == -1:
             return cast("BlockKey", self._last.keys[-1])
-        parts = self._parts or self._collect()
-        if not isinstance(place, slice):
-            if place < 0:
-                place += self._last.size
-            if place < 0:
-                raise IndexError(place)
-            return cast("BlockKey", parts[place // GROUP_BLOCKS][place % GROUP_BLOCKS])
-        start, stop, step = place.indices(self._last.size)
+        pieces = self._parts or self._collect()
+        if not isinstance(index, slice):
+            if index < 0:
+                index += self._last.size
+            if index < 0:
+                raise IndexError(index)
+            return cast("BlockKey", pieces[index // GROUP_BLOCKS][index % GROUP_BLOCKS])
+        start, stop, step = index.indices(self._last.size)
         keys, skipped = array("Q"), start - start % GROUP_BLOCKS
-        for part in parts[start // GROUP_BLOCKS : -(-stop // GROUP_BLOCKS)]:
-            keys.extend(part)
+        for piece in pieces[start // GROUP_BLOCKS : -(-stop // GROUP_BLOCKS)]:
+            keys.extend(piece)
         return cast("Sequence[BlockKey]", keys[start - skipped : max(0, stop - skipped) : step])
 
     def __iter__(self) -> Iterator[BlockKey]:
         return cast("Iterator[BlockKey]", chain.from_iterable(self._parts or self._collect()))
 
     def _collect(self) -> list[array[int]]:
-        parts, group = [self._last.keys], self._last.before
+        parts, group = [self._last.keys], self._last.predecessor
         while group is not None:
             parts.append(group.keys)
-            group = group.before
+            group = group.predecessor
         parts.reverse()
         self._parts = parts
         return parts
@@ -320,47 +320,48 @@ class KeyGroups:
         ends: Sequence[int] = (
             keys.group_ends() if isinstance(keys, BlockKeys) else keys[GROUP_BLOCKS - 1 :: GROUP_BLOCKS]
         )
-        place = len(ends)
-        while place and ends[place - 1] not in groups:
-            place -= 1
-        known, fresh = ends[place - 1] if place else None, array("Q", keys[place * GROUP_BLOCKS :])
-        self._add(None if known is None else groups[known], fresh)
-        return known, fresh
+        whole_groups = len(ends)
+        while whole_groups and ends[whole_groups - 1] not in groups:
+            whole_groups -= 1
+        last_known = ends[whole_groups - 1] if whole_groups else None
+        fresh = array("Q", keys[whole_groups * GROUP_BLOCKS :])
+        self._add(None if last_known is None else groups[last_known], fresh)
+        return last_known, fresh
 
-    def decode(self, known: int | None, keys: array[int]) -> Sequence[BlockKey] | None:
-        """The keys that another process encoded; None if `known` is not known here. O(new groups)."""
-        before = None
-        if known is not None:
-            before = self._groups.get(known)
+    def decode(self, last_known: int | None, keys: array[int]) -> Sequence[BlockKey] | None:
+        """The keys that another process encoded; None if `last_known` is not known here. O(new groups)."""
+        predecessor = None
+        if last_known is not None:
+            predecessor = self._groups.get(last_known)
             # Only the last group of a prompt may be shorter than others.
-            if before is None or (keys and before.size % GROUP_BLOCKS):
+            if predecessor is None or (keys and predecessor.size % GROUP_BLOCKS):
                 return None
-            self.use(known)
+            self.use(last_known)
             if not keys:
-                return GroupedKeys(before)
+                return GroupedKeys(predecessor)
         elif len(keys) < GROUP_BLOCKS:
             return cast("Sequence[BlockKey]", keys)
-        last = self._add(before, keys)
+        last = self._add(predecessor, keys)
         return [] if last is None else GroupedKeys(last)
 
-    def use(self, known: int) -> bool:
-        """Whether the keys up to `known` are known here; then they count as used."""
-        if known in self._ends:
-            self._ends.move_to_end(known)
+    def use(self, end_key: int) -> bool:
+        """Whether the keys up to `end_key` are known here; then they count as used."""
+        if end_key in self._ends:
+            self._ends.move_to_end(end_key)
             return True
-        return known in self._groups
+        return end_key in self._groups
 
-    def use_all(self, known: Iterable[int]) -> None:
+    def use_all(self, end_keys: Iterable[int]) -> None:
         """`use` of each one."""
         ends = self._ends
         renew = ends.move_to_end
-        for key in known:
+        for key in end_keys:
             if key in ends:
                 renew(key)
 
-    def keys_to(self, known: int) -> Sequence[BlockKey]:
-        """All keys up to `known`, for a process that asks for them; none if it is not known."""
-        last = self._groups.get(known)
+    def keys_to(self, end_key: int) -> Sequence[BlockKey]:
+        """All keys up to `end_key`, for a process that asks for them; none if it is not known."""
+        last = self._groups.get(end_key)
         return () if last is None else GroupedKeys(last)
 
     def learn(self, keys: array[int]) -> None:
@@ -372,11 +373,11 @@ class KeyGroups:
         """Add the groups of these keys, which follow the group `last`. Returns the last group."""
         groups, ends, size = self._groups, self._ends, 0 if last is None else last.size
         for start in range(0, len(keys), GROUP_BLOCKS):
-            part = keys[start : start + GROUP_BLOCKS]
-            size += len(part)
-            group = groups.get(part[-1])
+            group_keys = keys[start : start + GROUP_BLOCKS]
+            size += len(group_keys)
+            group = groups.get(group_keys[-1])
             if group is None:  # else it is new to the sender only
-                group = groups[part[-1]] = ends[part[-1]] = _Group(part, last, size)
+                group = groups[group_keys[-1]] = ends[group_keys[-1]] = _Group(group_keys, last, size)
                 if last is not None:
                     if not last.children:
                         del ends[last.keys[-1]]
@@ -385,10 +386,10 @@ class KeyGroups:
         while len(groups) > MAX_GROUPS:
             end, oldest = ends.popitem(last=False)
             del groups[end]
-            before = oldest.before
-            if before is not None:
-                before.children -= 1
-                if not before.children:  # it is older than its followers
-                    ends[before.keys[-1]] = before
-                    ends.move_to_end(before.keys[-1], last=False)
+            predecessor = oldest.predecessor
+            if predecessor is not None:
+                predecessor.children -= 1
+                if not predecessor.children:  # it is older than its followers
+                    ends[predecessor.keys[-1]] = predecessor
+                    ends.move_to_end(predecessor.keys[-1], last=False)
         return last

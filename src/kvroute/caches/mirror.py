@@ -136,7 +136,7 @@ class MirroredCaches:
     def on_tracker_gone(self) -> None:
         """Distrust the map: its changes no longer arrive, so routing uses the route history instead."""
         self._places = {
-            worker: tuple(place._replace(trust=MapTrust.NONE, why=NOT_LINKED) for place in places)
+            worker: tuple(place._replace(trust=MapTrust.NONE, distrust_reason=NOT_LINKED) for place in places)
             for worker, places in self._places.items()
         }
 

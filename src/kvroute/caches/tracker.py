@@ -234,9 +234,10 @@ def map_notes(fleet: Fleet, caches: CacheMap) -> list[str]:
         if not places:
             notes.append(f"kvaware: worker {worker.id!r}: {TrustReason.NO_EVENTS}")
         notes += [
-            f"kvaware: worker {worker.id!r}: {place.why}{cause_and_fix(place.why, place.note)}"
+            f"kvaware: worker {worker.id!r}: {place.distrust_reason}"
+            f"{cause_and_fix(place.distrust_reason, place.note)}"
             for place in places
-            if place.why
+            if place.distrust_reason
         ]
     return notes
 
@@ -248,7 +249,7 @@ def describe_map(
     size = index.size()
     return {
         "blocks": size.blocks,
-        "held_blocks": size.held,
+        "held_blocks": size.held_blocks,
         "dropped_blocks": size.dropped,
         "bytes": size.bytes,
         "tokens": tokens,
@@ -257,8 +258,8 @@ def describe_map(
                 {
                     "rank": place.rank,
                     "trust": place.trust.value,
-                    "why": place.why or None,
-                    "note": cause_and_fix(place.why, place.note).strip(" ()") or None,
+                    "why": place.distrust_reason or None,
+                    "note": cause_and_fix(place.distrust_reason, place.note).strip(" ()") or None,
                 }
                 for place in caches.places(worker)
             ]
@@ -612,7 +613,7 @@ class CacheMapPublisher:
                     place.slot,
                     place.rank,
                     place.trust.value,
-                    place.why,
+                    place.distrust_reason,
                     reports_l1(place.slot),
                     place.ahead,
                     place.note,

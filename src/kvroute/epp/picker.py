@@ -201,7 +201,7 @@ class FirstTokens(_Watch):
 
     def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
         """What the events of this worker will show; None if they show nothing about this prompt."""
-        held, worker = candidate.held, candidate.worker
+        held, worker = candidate.match, candidate.worker
         if held is None or len(query.exact) != 1 or not query.reads_cache:
             return None
         place = next((each for each in self._caches.places(worker) if each.slot == held.slot), None)
@@ -355,7 +355,7 @@ class PickedRequest:
         candidate = self._places[place].candidate
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
-        record.held = candidate.held
+        record.held = candidate.match
         record.attempts = place + 1
         # Where no event will show the first token, the prefill is assumed to take its estimated time, like
         # that of an answer in one piece, at most until the engine's figures show its end. No cost is learned.

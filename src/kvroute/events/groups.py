@@ -47,11 +47,11 @@ def rule_of(event: BlockStored) -> GroupRule | None:
 class _Group:
     """One group's blocks in GPU memory."""
 
-    __slots__ = ("held", "more", "rule", "unnamed")
+    __slots__ = ("keys_by_hash", "more", "rule", "unnamed")
 
     def __init__(self, rule: GroupRule) -> None:
         self.rule = rule
-        self.held: dict[ExternalBlockHash, BlockKey] = {}
+        self.keys_by_hash: dict[ExternalBlockHash, BlockKey] = {}
         self.more: dict[ExternalBlockHash, int] = {}
         """Copies of held blocks beyond the first."""
         self.unnamed: dict[ExternalBlockHash, int] = {}
@@ -124,7 +124,7 @@ class OtherGroups:
         if not hashes:
             return
         names = self._names(event)
-        if repeats and (hashes[-1] in group.held or hashes[-1] in group.unnamed):
+        if repeats and (hashes[-1] in group.keys_by_hash or hashes[-1] in group.unnamed):
             self._counts.repeated += len(hashes)
             return
         if repeats and is_repairing:
@@ -132,13 +132,13 @@ class OtherGroups:
             hashes, names = hashes[-needed:], names[-needed:]
         new: list[BlockKey] = []
         for block_hash, key in zip(hashes, names, strict=True):
-            if block_hash in group.held:
+            if block_hash in group.keys_by_hash:
                 group.more[block_hash] = group.more.get(block_hash, 0) + 1
             elif key is None:
                 group.unnamed[block_hash] = group.unnamed.get(block_hash, 0) + 1
                 self.unnamed += 1
             else:
-                group.held[block_hash] = key
+                group.keys_by_hash[block_hash] = key
                 new.append(key)
         if new and not self._index.store_group(self._slot, number, new):
             self._counts.refused += len(new)
@@ -184,42 +184,46 @@ class OtherGroups:
                 copies = group.unnamed.pop(block_hash, 0)
                 if copies:
                     self.unnamed -= copies
-                    group.held[block_hash] = key
+                    group.keys_by_hash[block_hash] = key
                     new.append(key)
                     if copies > 1:
                         group.more[block_hash] = copies - 1
             if new and not self._index.store_group(self._slot, number, new):
                 self._counts.refused += len(new)
 
-    def removed(self, number: int, hashes: Sequence[ExternalBlockHash], left: Sequence[int] | None) -> None:
-        """The group removed a copy of each block; `left` are the remaining copies, if the event has them."""
+    def removed(
+        self, number: int, hashes: Sequence[ExternalBlockHash], remaining_copies: Sequence[int] | None
+    ) -> None:
+        """The group removed a copy of each block; `remaining_copies` is None if the event lacks them."""
         group = self._groups.get(number)
         if group is None:
             self._counts.passed_over += len(hashes)
             return
-        gone: list[BlockKey] = []
-        for place, block_hash in enumerate(hashes):
-            if block_hash in group.held:
-                copies = group.more.pop(block_hash, 0) if left is None else left[place]
+        removed_keys: list[BlockKey] = []
+        for position, block_hash in enumerate(hashes):
+            if block_hash in group.keys_by_hash:
+                copies = (
+                    group.more.pop(block_hash, 0) if remaining_copies is None else remaining_copies[position]
+                )
                 if copies > 1:
                     group.more[block_hash] = copies - 1
                 elif not copies:
-                    gone.append(group.held.pop(block_hash))
+                    removed_keys.append(group.keys_by_hash.pop(block_hash))
             elif block_hash in group.unnamed:
                 copies = group.unnamed.pop(block_hash)
-                after = copies - 1 if left is None else left[place]
+                after = copies - 1 if remaining_copies is None else remaining_copies[position]
                 self.unnamed += after - copies
                 if after:
                     group.unnamed[block_hash] = after
             else:
                 self._counts.unknown_removed += 1
-        if gone:
-            self._index.remove_group(self._slot, number, gone)
+        if removed_keys:
+            self._index.remove_group(self._slot, number, removed_keys)
 
     def clear(self) -> None:
         """The groups have no blocks any more."""
         for group in self._groups.values():
-            group.held, group.more, group.unnamed = {}, {}, {}
+            group.keys_by_hash, group.more, group.unnamed = {}, {}, {}
         self.unnamed = 0
         if self._groups:
             self._index.clear_groups(self._slot)
@@ -240,43 +244,47 @@ class OtherGroups:
                 group.rule.kind,
                 group.rule.block_tokens,
                 group.rule.span,
-                list(group.held),
-                list(group.held.values()),
-                [group.more.get(block_hash, 0) for block_hash in group.held],
+                list(group.keys_by_hash),
+                list(group.keys_by_hash.values()),
+                [group.more.get(block_hash, 0) for block_hash in group.keys_by_hash],
             )
             for number, group in self._groups.items()
         ]
 
-    def restore(self, part: GroupBlocks) -> None:
+    def restore(self, piece: GroupBlocks) -> None:
         """Restore one part of a snapshot."""
-        rule = GroupRule(GroupKind(part.kind), part.block_tokens, part.span)
-        group = self._groups[part.group] = _Group(rule)
-        group.held = dict(zip(part.hashes, part.keys, strict=True))
-        group.more = {name: n for name, n in zip(part.hashes, part.more, strict=True) if n}
-        self._index.define_group(self._slot, part.group, rule)
-        if not self._index.store_group(self._slot, part.group, part.keys):
-            self._counts.refused += len(part.keys)
+        rule = GroupRule(GroupKind(piece.kind), piece.block_tokens, piece.span)
+        group = self._groups[piece.group] = _Group(rule)
+        group.keys_by_hash = dict(zip(piece.hashes, piece.keys, strict=True))
+        group.more = {name: n for name, n in zip(piece.hashes, piece.more, strict=True) if n}
+        self._index.define_group(self._slot, piece.group, rule)
+        if not self._index.store_group(self._slot, piece.group, piece.keys):
+            self._counts.refused += len(piece.keys)
 
 
 def placed(names: Sequence[BlockKey | None], keys: Sequence[BlockKey]) -> list[BlockKey | None]:
     """Give every name that is None its place among `keys`: see `OtherGroups._names`."""
-    places: list[int | None] = [
+    positions: list[int | None] = [
         None if name is None or name not in keys else keys.index(name) for name in names
     ]
     following: int | None = None
-    for number in range(len(places) - 1, -1, -1):
-        place = places[number]
-        if place is None and following is not None:
-            place = places[number] = following - 1
-        following = place
-    before: int | None = None
-    if None in places and all(place is None for place in places):
-        before = len(keys) - len(places) - 1
-    for number, place in enumerate(places):
-        if place is None and before is not None:
-            place = places[number] = before + 1
-        before = place
+    for number in range(len(positions) - 1, -1, -1):
+        position = positions[number]
+        if position is None and following is not None:
+            position = positions[number] = following - 1
+        following = position
+    preceding: int | None = None
+    if None in positions and all(position is None for position in positions):
+        preceding = len(keys) - len(positions) - 1
+    for number, position in enumerate(positions):
+        if position is None and preceding is not None:
+            position = positions[number] = preceding + 1
+        preceding = position
     return [
-        name if name is not None else keys[place] if place is not None and 0 <= place < len(keys) else None
-        for name, place in zip(names, places, strict=True)
+        name
+        if name is not None
+        else keys[position]
+        if position is not None and 0 <= position < len(keys)
+        else None
+        for name, position in zip(names, positions, strict=True)
     ]

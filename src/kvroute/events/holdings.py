@@ -62,9 +62,9 @@ class ShardedHashMap:
         shards, replaced = self._shards, list[BlockKey]()
         for block_hash, key in zip(hashes, keys, strict=True):
             shard = shards[hash(block_hash) & SHARD_MASK]
-            known = shard.setdefault(block_hash, key)
-            if known is not key and known != key:
-                replaced.append(known)
+            previous_key = shard.setdefault(block_hash, key)
+            if previous_key is not key and previous_key != key:
+                replaced.append(previous_key)
                 shard[block_hash] = key
         return replaced
 
@@ -146,8 +146,8 @@ class HeldBlocks:
         self._counts = counts
         self._max_remembered = max_remembered
         self._holders = {tier: Holder(tier) for tier in Tier}
-        self._held = {tier: ShardedHashMap() for tier in Tier}
-        self._gpu_shards, self._gpu_holder = self._held[Tier.GPU].shards(), self._holders[Tier.GPU]
+        self._keys_by_hash = {tier: ShardedHashMap() for tier in Tier}
+        self._gpu_shards, self._gpu_holder = self._keys_by_hash[Tier.GPU].shards(), self._holders[Tier.GPU]
         self._extra_copies: dict[Tier, dict[ExternalBlockHash, int]] = {tier: {} for tier in Tier}
         """Copies of held blocks beyond the first."""
         self._released: dict[ExternalBlockHash, BlockKey] = {}
@@ -157,27 +157,27 @@ class HeldBlocks:
 
     def count(self, tier: Tier) -> int:
         """The number of different blocks in the tier."""
-        return len(self._held[tier])
+        return len(self._keys_by_hash[tier])
 
     def keys(self, tier: Tier) -> Iterator[BlockKey]:
         """The keys of all blocks in the tier. Takes time proportional to their number: for inspection."""
-        return self._held[tier].keys()
+        return self._keys_by_hash[tier].keys()
 
     def holder(self, tier: Tier) -> Holder:
         """The tier's place in the index."""
         return self._holders[tier]
 
     def holds(self, tier: Tier, block_hash: ExternalBlockHash) -> bool:
-        return block_hash in self._held[tier]
+        return block_hash in self._keys_by_hash[tier]
 
     def key_of(self, block_hash: ExternalBlockHash, tier: Tier) -> BlockKey | None:
         """The key of a block that is held in this tier, was released lately, or is held in another tier."""
-        key = self._held[tier].get(block_hash)
+        key = self._keys_by_hash[tier].get(block_hash)
         if key is None:
             key = self._released.get(block_hash) or self._released_before.get(block_hash)
         if key is None:
             for other in Tier:
-                key = self._held[other].get(block_hash)
+                key = self._keys_by_hash[other].get(block_hash)
                 if key is not None:
                     break
         return key
@@ -197,9 +197,9 @@ class HeldBlocks:
         Returns the hashes of the blocks that are held now; empty if no block is new. Blocks that were held
         before count as copies, or as repeated if the event `may_repeat` an announcement.
         """
-        held, counts = self._held[tier], self._counts
+        keys_by_hash, counts = self._keys_by_hash[tier], self._counts
         new = len(hashes)
-        again = held.among(hashes)
+        again = keys_by_hash.among(hashes)
         if again:
             new -= len(again)
             if may_repeat:
@@ -223,9 +223,9 @@ class HeldBlocks:
         counts.stored += new
         if tier is not Tier.GPU:
             counts.elsewhere += new
-        for before in held.put(hashes, keys):
+        for replaced_key in keys_by_hash.put(hashes, keys):
             # No removal can name the old key any more, so the index would keep it while the worker lives.
-            self._index.remove(holder, before)
+            self._index.remove(holder, replaced_key)
         return hashes
 
     def append_one(
@@ -261,7 +261,7 @@ class HeldBlocks:
             if not more[block_hash]:
                 del more[block_hash]
             return True
-        key = self._held[tier].pop(block_hash)
+        key = self._keys_by_hash[tier].pop(block_hash)
         if key is None:
             return False
         self._counts.removed += 1
@@ -271,7 +271,7 @@ class HeldBlocks:
 
     def set_copies(self, tier: Tier, block_hash: ExternalBlockHash, copies: int) -> None:
         """The worker has this number of copies of a held block left; with 0, `release` follows."""
-        if block_hash in self._held[tier]:
+        if block_hash in self._keys_by_hash[tier]:
             more = self._extra_copies[tier]
             if copies > 1:
                 more[block_hash] = copies - 1
@@ -280,7 +280,7 @@ class HeldBlocks:
 
     def assign_hash(self, tier: Tier, block_hash: ExternalBlockHash, key: BlockKey) -> None:
         """The engine hash of a block that the index has already."""
-        self._held[tier].put((block_hash,), (key,))
+        self._keys_by_hash[tier].put((block_hash,), (key,))
         self._counts.stored += 1
 
     def remember(self, block_hash: ExternalBlockHash, key: BlockKey) -> None:
@@ -294,10 +294,10 @@ class HeldBlocks:
         """The tier is empty. Takes constant time; `sweep` returns the memory."""
         self.generation += 1
         self._index.clear(self._holders[tier])
-        if len(self._held[tier]):
-            self._garbage.append(self._held[tier])
-            self._held[tier] = ShardedHashMap()
-        self._gpu_shards = self._held[Tier.GPU].shards()
+        if len(self._keys_by_hash[tier]):
+            self._garbage.append(self._keys_by_hash[tier])
+            self._keys_by_hash[tier] = ShardedHashMap()
+        self._gpu_shards = self._keys_by_hash[Tier.GPU].shards()
         self._extra_copies[tier] = {}
 
     def forget_all(self) -> None:
@@ -330,7 +330,7 @@ class HeldBlocks:
         for tier in Tier:
             holder = self._holders[tier]
             for stride in holder.lanes:
-                for shard in self._held[tier].shards():
+                for shard in self._keys_by_hash[tier].shards():
                     rows = iter(shard.items())
                     while chunk := list(islice(rows, CHUNK_BLOCKS)):
                         here = [
@@ -356,35 +356,35 @@ class HeldBlocks:
                     some = copies[start : start + CHUNK_BLOCKS]
                     yield Copies(tier, [block_hash for block_hash, _ in some], [more for _, more in some])
 
-    def restore(self, part: Runs | Blocks | Copies) -> None:
+    def restore(self, piece: Runs | Blocks | Copies) -> None:
         """Restore one part of a snapshot. All `Runs` come before any `Blocks`, so that the index has long
         runs."""
-        holder = self._holders[part.tier]
-        if isinstance(part, Copies):
-            held = self._held[part.tier]
-            more = self._extra_copies[part.tier]
+        holder = self._holders[piece.tier]
+        if isinstance(piece, Copies):
+            keys_by_hash = self._keys_by_hash[piece.tier]
+            more = self._extra_copies[piece.tier]
             more.update(
                 (block_hash, n)
-                for block_hash, n in zip(part.hashes, part.more, strict=True)
-                if block_hash in held
+                for block_hash, n in zip(piece.hashes, piece.more, strict=True)
+                if block_hash in keys_by_hash
             )
             return
         if not holder.lanes:
             self._index.attach(self._slot, holder)
-        if isinstance(part, Runs):
-            for run in part.runs:
-                self._index.store(holder, part.stride * KEY_TOKENS, None, run)
+        if isinstance(piece, Runs):
+            for run in piece.runs:
+                self._index.store(holder, piece.stride * KEY_TOKENS, None, run)
             return
-        hashes, keys = part.hashes, part.keys
-        for place, key in enumerate(keys):
+        hashes, keys = piece.hashes, piece.keys
+        for index, key in enumerate(keys):
             # While the snapshot was taken, another worker's changes may have moved the start of a run.
-            if not self._index.has(holder, part.stride, key) and not self._index.store(
-                holder, part.stride * KEY_TOKENS, None, (key,)
+            if not self._index.has(holder, piece.stride, key) and not self._index.store(
+                holder, piece.stride * KEY_TOKENS, None, (key,)
             ):
-                self._counts.refused += len(hashes) - place  # the index is full
-                hashes, keys = hashes[:place], keys[:place]
+                self._counts.refused += len(hashes) - index  # the index is full
+                hashes, keys = hashes[:index], keys[:index]
                 break
-        self._held[part.tier].put(hashes, keys)
+        self._keys_by_hash[piece.tier].put(hashes, keys)
 
 
 _TIERS: Final = {
@@ -470,12 +470,12 @@ def _keys_with_extra(event: BlockStored, seed: int, extra: Sequence[list[object]
     for index in range(len(event.block_hashes)):
         entry = extra[index] if index < len(extra) else None
         if entry:
-            first = index == 0 and event.parent_block_hash is None
-            rest, _ = _without_salt(entry, event.lora_name, first)
-            other = [value for value in rest if not is_media(value)]
+            is_first = index == 0 and event.parent_block_hash is None
+            without_salt, _ = _without_salt(entry, event.lora_name, is_first)
+            other = [value for value in without_salt if not is_media(value)]
             if other:  # embeddings, whose content no request shows
                 key = mixed_seed(key, msgspec.msgpack.encode(other))
-            items = starting_items(rest)
+            items = starting_items(without_salt)
         else:
             items = iter(())
         key = media_keys(event.token_ids[index * size : (index + 1) * size], key, items)[-1]
@@ -483,18 +483,18 @@ def _keys_with_extra(event: BlockStored, seed: int, extra: Sequence[list[object]
     return keys
 
 
-def _without_salt(entry: list[object], adapter: str | None, first: bool) -> tuple[list[object], str]:
+def _without_salt(entry: list[object], adapter: str | None, is_first: bool) -> tuple[list[object], str]:
     """Split one block's extra keys into (keys without the adapter's name and the salt, salt).
 
     The order in vLLM (0.32, v1/core/kv_cache_utils.py): adapter, multimodal identifiers, then in the first
     block of a prompt the salt.
     """
-    rest = list(entry)
-    if adapter is not None and rest and rest[0] == adapter:
-        del rest[0]
-    if first:
-        texts = [value for value in rest if isinstance(value, str)]
+    extra_keys = list(entry)
+    if adapter is not None and extra_keys and extra_keys[0] == adapter:
+        del extra_keys[0]
+    if is_first:
+        texts = [value for value in extra_keys if isinstance(value, str)]
         if texts:
-            rest.remove(texts[-1])
-            return rest, texts[-1]
-    return rest, ""
+            extra_keys.remove(texts[-1])
+            return extra_keys, texts[-1]
+    return extra_keys, ""

@@ -316,11 +316,11 @@ class ConnectedInbox(Inbox):
             async with asyncio.timeout(_CONNECT_S):
                 return await self._connect(socket.AF_UNIX, address)
         async with asyncio.timeout(_CONNECT_S):
-            found = await self._loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            resolutions = await self._loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
         last: OSError = OSError(f"{address[0]} has no address")
-        for family, _, _, _, resolved in found:
+        for family, _, _, _, resolved in resolutions:
             try:
-                async with asyncio.timeout(_CONNECT_S / len(found)):
+                async with asyncio.timeout(_CONNECT_S / len(resolutions)):
                     sock = await self._connect(family, resolved)
             except OSError as error:
                 last = error
@@ -377,13 +377,13 @@ async def _handshake(loop: asyncio.AbstractEventLoop, sock: socket.socket, topic
 
 def _handle_commands(reader: MessageReader, sock: socket.socket) -> None:
     """Answer a publisher's commands. Raises WireError if it refuses the connection."""
-    for body in reader.commands:
-        name, rest = split_command(body)
+    for frame in reader.commands:
+        name, body = split_command(frame)
         if name == b"PING":
             with contextlib.suppress(BlockingIOError):
-                sock.send(command(b"PONG", rest[2 : 2 + _PING_BYTES]))
+                sock.send(command(b"PONG", body[2 : 2 + _PING_BYTES]))
         elif name == b"ERROR":
-            raise WireError(f"the publisher refuses the connection: {rest[1:]!r}")
+            raise WireError(f"the publisher refuses the connection: {body[1:]!r}")
     reader.commands.clear()
 
 
@@ -397,13 +397,13 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _address_of(endpoint: str) -> str | tuple[str, int]:
-    scheme, _, rest = endpoint.partition("://")
-    if scheme == "ipc" and rest:
-        return f"\0{rest[1:]}" if rest.startswith("@") else rest
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        return f"\0{address[1:]}" if address.startswith("@") else address
     if scheme == "tcp":
         with contextlib.suppress(ValueError):
             parts = urlsplit(endpoint)
-            if parts.hostname and parts.port and parts.netloc == rest:
+            if parts.hostname and parts.port and parts.netloc == address:
                 return parts.hostname, parts.port
     raise WireError(f"{endpoint!r} is not an endpoint to connect to: tcp://HOST:PORT or ipc://PATH")
 
@@ -520,9 +520,9 @@ class Listener:
             if reader.commands:
                 _handle_commands(reader, sock)
             if reader.held_bytes > _UNSHARED_BYTES:
-                held = sum(each.held_bytes for each in self._peers.values() if each is not None)
-                if held > _MAX_HELD_BYTES:
-                    raise WireError(f"incomplete messages of {held} bytes")
+                held_bytes = sum(peer.held_bytes for peer in self._peers.values() if peer is not None)
+                if held_bytes > _MAX_HELD_BYTES:
+                    raise WireError(f"incomplete messages of {held_bytes} bytes")
 
     def close(self) -> None:
         self._socket.close()
@@ -551,8 +551,8 @@ def _bound(endpoint: str) -> tuple[socket.socket, str, str | None]:
             sock.close()
             raise
     else:
-        scheme, _, rest = endpoint.partition("://")
-        host, _, port = rest.rpartition(":")
+        scheme, _, address_text = endpoint.partition("://")
+        host, _, port = address_text.rpartition(":")
         if scheme != "tcp" or not host or not (port.isdecimal() or port == "*"):
             raise WireError(f"{endpoint!r} is not an endpoint to bind: tcp://HOST:PORT or ipc://PATH")
         number = 0 if port == "*" else int(port)

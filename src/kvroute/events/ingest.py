@@ -49,11 +49,6 @@ class Stream:
         """Why the map is not whole; None if it is."""
         return self.subscriber.reason
 
-    @property
-    def why(self) -> str:
-        """The reason as text; empty if the map is whole."""
-        return self.subscriber.reason or ""
-
     def on_answer(self, new_tokens: int, started: float | None = None) -> None:
         """The worker's rank answered a request and computed `new_tokens` of its prompt, or of prompt and
         answer.
@@ -234,8 +229,8 @@ class EventIngest:
                 listener = Listener(endpoint, self._options.queue_messages, self._poller)
             except (OSError, WireError) as error:
                 self.close()
-                why = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {why}") from error
+                reason = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(f"kv_events.bind.{number}", f"{endpoint}: {reason}") from error
             self._listeners.append(listener)
         self._ready.set()
 
@@ -318,8 +313,10 @@ class EventIngest:
     async def _save(self) -> None:
         if self._snapshot is not None:
             self._snapshot.discard()
-            streams = [each for streams in self._streams.values() for each in streams]
-            await self._snapshot.save(Captured(each.worker, each.rank, each.subscriber) for each in streams)
+            streams = [stream for streams in self._streams.values() for stream in streams]
+            await self._snapshot.save(
+                Captured(stream.worker, stream.rank, stream.subscriber) for stream in streams
+            )
 
     async def _save_last(self) -> None:
         try:
@@ -337,15 +334,15 @@ class EventIngest:
         try:
             while True:
                 restarted.clear()
-                found: list[KvEventSource] | None = None
+                found_sources: list[KvEventSource] | None = None
                 try:
-                    found = await find_sources(self._client, self._options, worker.spec)
-                    if found is not None and found != sources:
+                    found_sources = await find_sources(self._client, self._options, worker.spec)
+                    if found_sources is not None and found_sources != sources:
                         await _cancelled(running)
                         sources, running = [], []
                         await self._wait_for_start_time(worker)
-                        self._start(context, worker, found, running)
-                        sources = found
+                        self._start(context, worker, found_sources, running)
+                        sources = found_sources
                 except Exception:
                     log.exception("following the KV events of worker %s failed", worker.id)
                 if sources:
@@ -353,7 +350,11 @@ class EventIngest:
                     await restarted.wait()
                     pause_s = self._options.retry_s
                     continue
-                if found is not None and worker not in self._without_events and worker in self._followed:
+                if (
+                    found_sources is not None
+                    and worker not in self._without_events
+                    and worker in self._followed
+                ):
                     self._without_events.add(worker)
                     log.warning(
                         "worker %s publishes no KV events: its cached blocks are unknown. Start vLLM with "
@@ -361,7 +362,7 @@ class EventIngest:
                         worker.id,
                     )
                 await self._clock.sleep(pause_s)
-                if found is not None:
+                if found_sources is not None:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             await _cancelled(running)
@@ -409,11 +410,11 @@ class EventIngest:
             task = asyncio.create_task(subscriber.run(), name=f"KV events of {worker.id}")
             task.add_done_callback(lambda _, slot=slot: self._release(slot))  # type: ignore[misc]
             tasks.append(task)
-        before = self._streams.get(worker, ())
+        previous = self._streams.get(worker, ())
         self._streams[worker] = streams
         if self._streams_changed is not None:
-            self._streams_changed(worker, before, streams)
-        self._slots -= {stream.slot for stream in before}
+            self._streams_changed(worker, previous, streams)
+        self._slots -= {stream.slot for stream in previous}
         if self._options.probe.enabled:
             prober = Prober(worker, streams, self._client, self._clock, self._options.probe)
             tasks.append(asyncio.create_task(prober.run(), name=f"probes of {worker.id}"))

@@ -158,9 +158,9 @@ class TrustState:
         """Log the reason if it has changed, with its likely cause and the fix; `note` says more about it."""
         if reason is self.reported:
             return
-        before, self.reported = self.reported, reason
+        previous, self.reported = self.reported, reason
         if reason is None:
-            log.info("KV events of %s: its map is whole again (before: %s)", self._name, before)
+            log.info("KV events of %s: its map is whole again (before: %s)", self._name, previous)
         elif trust_for(reason) is MapTrust.NONE:
             hint = cause_and_fix(reason, note)
             log.warning("KV events of %s: its map is not used: %s%s", self._name, reason, hint)
@@ -322,7 +322,7 @@ class Intake:
         """Apply one batch of any size, in time slices. False, and no change, if the batch cannot be read."""
         epoch, cleared, refused = self.epoch, self._ledger.counts.cleared, self._ledger.counts.refused
         pieces: list[Piece] = []
-        first: EventBatch | None = None
+        first_batch: EventBatch | None = None
         try:
             # The whole batch is decoded before the first piece is applied. The decoded pieces are not kept:
             # the objects of a large batch would keep the garbage collector busy.
@@ -331,7 +331,7 @@ class Intake:
                     if not piece.is_checked:
                         batch = decode_batch(piece.payload)
                         if not pieces:
-                            first = batch
+                            first_batch = batch
                     pieces.append(piece)
                 await self.maybe_yield()
         except WireError:
@@ -340,7 +340,7 @@ class Intake:
         if epoch != self.epoch:
             return True
         for piece in pieces:
-            batch, first = first or decode_batch(piece.payload), None
+            batch, first_batch = first_batch or decode_batch(piece.payload), None
             if not piece.continues:
                 self._count_unknown(batch)
                 self.counts.undivided += piece.is_whole

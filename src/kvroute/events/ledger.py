@@ -25,7 +25,7 @@ from kvroute.events.holdings import (
 )
 from kvroute.events.orphans import OrphanBlocks, PendingConfirmations, ReportedPrompt
 from kvroute.index.prefix_index import PrefixIndex
-from kvroute.index.snapshot import GroupBlocks, Part, Runs
+from kvroute.index.snapshot import GroupBlocks, Runs, SnapshotPiece
 from kvroute.wire.vllm import (
     AllBlocksCleared,
     BlockRemoved,
@@ -77,7 +77,7 @@ class Ledger:
         self.not_understood = ""
         """Why no hit can be computed from the kinds of KV cache that the events name; usually empty."""
         self._index = index
-        self._held = HeldBlocks(index, slot, self.counts, max_remembered)
+        self._held_blocks = HeldBlocks(index, slot, self.counts, max_remembered)
         self._others = OtherGroups(index, slot, self.counts, self._name_of)
         self._orphans = OrphanBlocks(max_orphans)
         self.orphan_hashes = self._orphans.hashes
@@ -109,22 +109,22 @@ class Ledger:
     @property
     def generation(self) -> int:
         """Rises whenever a whole tier is forgotten; an unfinished `dump` is useless then."""
-        return self._held.generation
+        return self._held_blocks.generation
 
     def held_blocks(self, tier: Tier) -> int:
         """The number of different blocks held in the tier."""
-        return self._held.count(tier) + (len(self._hashless) if tier is Tier.GPU else 0)
+        return self._held_blocks.count(tier) + (len(self._hashless) if tier is Tier.GPU else 0)
 
-    def held(self, tier: Tier) -> Iterator[BlockKey]:
+    def held_keys(self, tier: Tier) -> Iterator[BlockKey]:
         """The keys of all blocks held in the tier. Takes time proportional to their number: for
         inspection."""
-        yield from self._held.keys(tier)
+        yield from self._held_blocks.keys(tier)
         if tier is Tier.GPU:
             yield from self._hashless
 
     def indexed(self, tier: Tier) -> Iterator[BlockKey]:
         """The keys that the index has for the tier. Walks the whole index: for inspection."""
-        return self._index.blocks_of(self._held.holder(tier))
+        return self._index.blocks_of(self._held_blocks.holder(tier))
 
     def reach(self, keys: Sequence[BlockKey]) -> int:
         """Leading tokens of the prompt with these keys that are held in GPU memory under known hashes.
@@ -134,7 +134,7 @@ class Ledger:
         size = self._block_tokens
         if not size:
             return 0
-        stride, holder, blocks = size // KEY_TOKENS, self._held.holder(Tier.GPU), 0
+        stride, holder, blocks = size // KEY_TOKENS, self._held_blocks.holder(Tier.GPU), 0
         for key in keys[stride - 1 :: stride]:
             if key in self._hashless or not self._index.has(holder, stride, key):
                 break
@@ -259,31 +259,31 @@ class Ledger:
         branch = self._orphans.branch(token_ids, size, cached_tokens // size, adapter)
         if branch is None:
             return 0
-        stride, holder = size // KEY_TOKENS, self._held.holder(Tier.GPU)
+        stride, holder = size // KEY_TOKENS, self._held_blocks.holder(Tier.GPU)
         head = keys[stride - 1 : branch.start * stride : stride]
         if len(head) < branch.start:
             return 0
         missing = [key for key in head if not self._index.has(holder, stride, key)]
         if len(self._hashless) + len(missing) > _MAX_HASHLESS:
             return 0
-        before = self.held_blocks(Tier.GPU)
+        held_before = self.held_blocks(Tier.GPU)
         done = self._index.store(holder, size, None, head)
         self._hashless.update((key, None) for key in missing if self._index.has(holder, stride, key))
         if done == len(head):
             block_hash, key = branch.root.parent, head[-1]
             if key in self._hashless:
                 del self._hashless[key]
-                self._held.assign_hash(Tier.GPU, block_hash, key)
+                self._held_blocks.assign_hash(Tier.GPU, block_hash, key)
             else:
-                self._held.remember(block_hash, key)
+                self._held_blocks.remember(block_hash, key)
             self._place_children([block_hash])
-        placed = self.held_blocks(Tier.GPU) - before
+        placed = self.held_blocks(Tier.GPU) - held_before
         self.counts.confirmed += placed
         return placed
 
     def drop(self) -> None:
         """Forget all blocks, in constant time; `sweep` returns the memory."""
-        self._held.forget_all()
+        self._held_blocks.forget_all()
         self._orphans.clear()
         self._pending.clear()
         self._hashless = {}
@@ -296,11 +296,11 @@ class Ledger:
         """The stream has ended: forget all blocks and remove the worker from the index."""
         self._closed = True
         self.drop()
-        self._held.detach()
+        self._held_blocks.detach()
 
     def sweep(self, steps: int = 1000) -> bool:
         """Return the memory of at most `steps` dropped blocks; True while there is more."""
-        return self._held.sweep(steps)
+        return self._held_blocks.sweep(steps)
 
     # Snapshots
 
@@ -314,17 +314,17 @@ class Ledger:
         """Does a snapshot contain everything that the ledger knows?"""
         return not self._hashless and not len(self._orphans)
 
-    def dump(self) -> Iterator[Part]:
+    def dump(self) -> Iterator[SnapshotPiece]:
         """Yield all blocks that are held under known hashes, in small parts.
 
         The caller applies no event until the iterator ends, and abandons it when `generation` changes.
         """
         hashless = self._hashless
-        for part in self._held.dump():
-            if hashless and isinstance(part, Runs):
-                runs = [run for run in part.runs if not any(key in hashless for key in run)]
-                part = Runs(part.tier, part.stride, runs)
-            yield part
+        for piece in self._held_blocks.dump():
+            if hashless and isinstance(piece, Runs):
+                runs = [run for run in piece.runs if not any(key in hashless for key in run)]
+                piece = Runs(piece.tier, piece.stride, runs)
+            yield piece
         yield from self._others.dump()
 
     def begin_restore(self, group: int | None, block_tokens: int, lookahead: int = 0) -> None:
@@ -332,14 +332,14 @@ class Ledger:
         self._group, self._block_tokens, self.lookahead = group, block_tokens, lookahead
         self._others.whole_tokens = block_tokens
 
-    def restore(self, part: Part) -> None:
+    def restore(self, piece: SnapshotPiece) -> None:
         """Restore one part of a snapshot; the parts come in the order of `dump`."""
         if self._closed:
             return
-        if isinstance(part, GroupBlocks):
-            self._others.restore(part)
+        if isinstance(piece, GroupBlocks):
+            self._others.restore(piece)
         else:
-            self._held.restore(part)
+            self._held_blocks.restore(piece)
 
     # Events
 
@@ -361,7 +361,7 @@ class Ledger:
             return False
         if event.lookahead_token_ids is not None:
             return False
-        return self._held.append_one(parent, hashes[0], tokens)
+        return self._held_blocks.append_one(parent, hashes[0], tokens)
 
     def _stored(self, event: BlockStored, repeats: bool) -> None:
         hashes = event.block_hashes
@@ -405,13 +405,13 @@ class Ledger:
             if head:
                 seed = lookahead_seed(head, seed)
         else:
-            parent_key = self._held.key_of(parent, tier)
+            parent_key = self._held_blocks.key_of(parent, tier)
             if parent_key is None:
                 self._keep_orphans(event, tier)
                 return
             seed = parent_key
         keys = keys_of(event, seed)
-        self._placed(self._held.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
+        self._placed(self._held_blocks.hold(tier, size, parent_key, hashes, keys, may_repeat=repeats), keys)
 
     def _may_repeat(self, event: BlockStored, from_root: bool = False) -> bool:
         """Whether the event may announce blocks again that the worker has announced before.
@@ -422,17 +422,17 @@ class Ledger:
         Hybrid models have many: if one group has lost its blocks, the engine computes the whole prompt and
         stores the blocks of the others twice.
         """
-        before = self._root
+        last_root = self._root
         if event.parent_block_hash is not None:
             if from_root:
-                return before is None or before[1]
+                return last_root is None or last_root[1]
             self._root = None
             return False
         if self.is_repairing or self._hashless or self.orphan_hashes or self.counts.refused:
             return True
-        if before is not None and _begin_alike(before[0], event):
+        if last_root is not None and _begin_alike(last_root[0], event):
             # The next group of the same request: by now the ledger has the blocks of the groups before it.
-            may_repeat = before[1]
+            may_repeat = last_root[1]
         else:
             may_repeat = self._is_hit(event)
         self._root = event, may_repeat
@@ -447,7 +447,7 @@ class Ledger:
             return True
         tokens = event.token_ids
         if not len(self._others):
-            holds = self._held.holds
+            holds = self._held_blocks.holds
             for block_hash in event.block_hashes:  # noqa: SIM110 - this returns at the first one
                 if not holds(Tier.GPU, block_hash):
                     return False
@@ -462,11 +462,13 @@ class Ledger:
         """Blocks without tokens, which offloading connectors write: their hashes are known from another
         tier."""
         for block_hash in hashes:
-            key = self._held.key_of(block_hash, tier)
+            key = self._held_blocks.key_of(block_hash, tier)
             if key is None or not self._block_tokens:
                 self.counts.unusable += 1
             else:
-                self._placed(self._held.hold(tier, self._block_tokens, None, (block_hash,), (key,)), (key,))
+                self._placed(
+                    self._held_blocks.hold(tier, self._block_tokens, None, (block_hash,), (key,)), (key,)
+                )
 
     def _placed(self, hashes: Sequence[ExternalBlockHash], keys: Sequence[BlockKey]) -> None:
         """These blocks are held now: place the orphans under them, and name those of other groups."""
@@ -490,13 +492,13 @@ class Ledger:
         group = event.group_idx
         if group is not None and group != (self._group or 0):
             if tier is Tier.GPU:
-                self._others.removed(group, hashes, _left_of(event, hashes))
+                self._others.removed(group, hashes, _remaining_copies(event, hashes))
             else:
                 self.counts.passed_over += len(hashes)
             return True
         if event.remaining_copy_counts is not None:
-            hashes = self._without_copies(tier, hashes, _left_of(event, hashes))
-        release, certain = self._held.release, True
+            hashes = self._without_copies(tier, hashes, _remaining_copies(event, hashes))
+        release, certain = self._held_blocks.release, True
         for block_hash in hashes:
             if not release(tier, block_hash) and not self._orphans.discard(block_hash):
                 self.counts.unknown_removed += 1
@@ -512,20 +514,20 @@ class Ledger:
         self._cleared()
 
     def _without_copies(
-        self, tier: Tier, hashes: Sequence[ExternalBlockHash], left: Sequence[int] | None
+        self, tier: Tier, hashes: Sequence[ExternalBlockHash], remaining_copies: Sequence[int] | None
     ) -> Sequence[ExternalBlockHash]:
         """Note how many copies of each block are left; returns the blocks without one."""
-        if left is None:
+        if remaining_copies is None:
             return hashes
-        for block_hash, copies in zip(hashes, left, strict=True):
-            self._held.set_copies(tier, block_hash, copies)
-        return [block_hash for block_hash, copies in zip(hashes, left, strict=True) if not copies]
+        for block_hash, copies in zip(hashes, remaining_copies, strict=True):
+            self._held_blocks.set_copies(tier, block_hash, copies)
+        return [block_hash for block_hash, copies in zip(hashes, remaining_copies, strict=True) if not copies]
 
     def _cleared(self) -> None:
         """vLLM emptied its own prefix cache. LMCache keeps its blocks and announces their removal itself."""
         self.counts.cleared += 1
         self.forgotten += 1
-        self._held.forget(Tier.GPU)
+        self._held_blocks.forget(Tier.GPU)
         self._others.clear()
         self._hashless = {}
         self._orphans.clear(Tier.GPU)
@@ -535,7 +537,7 @@ class Ledger:
 
     def _drop_hashless(self, blocks: int) -> None:
         """Forget at most `blocks` blocks without a known hash, the last ones first."""
-        holder = self._held.holder(Tier.GPU)
+        holder = self._held_blocks.holder(Tier.GPU)
         for _ in range(min(blocks, len(self._hashless))):
             key, _ = self._hashless.popitem()
             self._index.remove(holder, key)
@@ -554,7 +556,7 @@ class Ledger:
         return group == self._group
 
     def _name_of(self, block_hash: ExternalBlockHash) -> BlockKey | None:
-        return self._held.key_of(block_hash, Tier.GPU)
+        return self._held_blocks.key_of(block_hash, Tier.GPU)
 
     def _judge_kinds(self) -> None:
         """Set `not_understood`."""
@@ -575,7 +577,9 @@ class Ledger:
 
     def _keep_orphans(self, event: BlockStored, tier: Tier) -> None:
         hashes = event.block_hashes
-        if any(block_hash in self._orphans or self._held.holds(tier, block_hash) for block_hash in hashes):
+        if any(
+            block_hash in self._orphans or self._held_blocks.holds(tier, block_hash) for block_hash in hashes
+        ):
             return  # a copy of a known block: rather believe less than more
         self.counts.orphaned += len(hashes)
         if tier is not Tier.GPU:
@@ -585,17 +589,17 @@ class Ledger:
 
     def _place_children(self, hashes: list[ExternalBlockHash]) -> None:
         """These hashes are known now: place the orphans under them, and the orphans under those."""
-        held = self._held
+        held_blocks = self._held_blocks
         while hashes:
             for fragment in self._orphans.take(hashes.pop()):
                 event, tier = fragment.event, fragment.tier
-                parent_key = held.key_of(fragment.parent, tier)
+                parent_key = held_blocks.key_of(fragment.parent, tier)
                 if parent_key is None:
                     continue
                 for block_hash, key in zip(event.block_hashes, keys_of(event, parent_key), strict=True):
                     if block_hash in fragment.removed:
-                        held.remember(block_hash, key)
-                    elif held.hold(
+                        held_blocks.remember(block_hash, key)
+                    elif held_blocks.hold(
                         tier, event.block_size, parent_key, (block_hash,), (key,), may_repeat=True
                     ):
                         self._hashless.pop(key, None)
@@ -609,12 +613,16 @@ def _begin_alike(one: BlockStored, other: BlockStored) -> bool:
     return one.group_idx != other.group_idx and one.token_ids[:both] == other.token_ids[:both]
 
 
-def _left_of(event: BlockRemoved, hashes: Sequence[ExternalBlockHash]) -> Sequence[int] | None:
+def _remaining_copies(event: BlockRemoved, hashes: Sequence[ExternalBlockHash]) -> Sequence[int] | None:
     """The remaining copies of `hashes`, which are some of the event's; None if the event does not say."""
-    left = event.remaining_copy_counts
-    if left is None or len(left) != len(event.block_hashes) or min(left, default=0) < 0:
+    remaining_copies = event.remaining_copy_counts
+    if (
+        remaining_copies is None
+        or len(remaining_copies) != len(event.block_hashes)
+        or min(remaining_copies, default=0) < 0
+    ):
         return None
-    if len(hashes) == len(left):
-        return left
-    counts = dict(zip(event.block_hashes, left, strict=True))
+    if len(hashes) == len(remaining_copies):
+        return remaining_copies
+    counts = dict(zip(event.block_hashes, remaining_copies, strict=True))
     return [counts[block_hash] for block_hash in hashes]

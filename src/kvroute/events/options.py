@@ -317,8 +317,8 @@ async def find_sources(
 
 def _reachable(endpoint: str, host: str) -> str:
     """Replace the wildcard host of a bound address by the worker's host."""
-    scheme, separator, rest = endpoint.partition("://")
-    name, colon, port = rest.rpartition(":")
+    scheme, separator, address = endpoint.partition("://")
+    name, colon, port = address.rpartition(":")
     if scheme == "tcp" and name in _ANY_HOST:
         return f"{scheme}{separator}{f'[{host}]' if ':' in host else host}{colon}{port}"
     return endpoint

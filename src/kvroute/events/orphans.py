@@ -101,7 +101,7 @@ class OrphanBlocks:
             self.hashes.clear()
             self._by_parent, self._by_tokens = {}, {}
             return
-        for fragment in [each for each in self.fragments() if each.tier is tier]:
+        for fragment in [fragment for fragment in self.fragments() if fragment.tier is tier]:
             for block_hash in fragment.event.block_hashes:
                 self.discard(block_hash)
 
@@ -127,25 +127,25 @@ class OrphanBlocks:
         wanted = token_ids[number * size : (number + 1) * size]
         if len(wanted) < size:
             return None
-        found = self._by_tokens.get(token_keys(wanted, 0)[-1], {})
-        if len(found) != 1:
+        fragments = self._by_tokens.get(token_keys(wanted, 0)[-1], {})
+        if len(fragments) != 1:
             return None
-        ((block_hash, fragment),) = found.items()
-        place = fragment.event.block_hashes.index(block_hash)
+        ((block_hash, fragment),) = fragments.items()
+        index = fragment.event.block_hashes.index(block_hash)
         while True:
             event = fragment.event
-            start = number - place
+            start = number - index
             if start < 1 or event.block_size != size or not _is_plain(event, adapter):
                 return None
-            if list(event.token_ids[: (place + 1) * size]) != list(
+            if list(event.token_ids[: (index + 1) * size]) != list(
                 token_ids[start * size : (number + 1) * size]
             ):
                 return None
-            before = self.hashes.get(fragment.parent)
-            if before is None:
+            parent_fragment = self.hashes.get(fragment.parent)
+            if parent_fragment is None:
                 return Branch(fragment, start)
-            place = before.event.block_hashes.index(fragment.parent)
-            number, fragment = start - 1, before
+            index = parent_fragment.event.block_hashes.index(fragment.parent)
+            number, fragment = start - 1, parent_fragment
 
     def _forget_contents(self, fragment: Fragment) -> None:
         if fragment.tier is not Tier.GPU:
@@ -209,15 +209,17 @@ class PendingConfirmations:
 
     def tick(self) -> list[ReportedPrompt]:
         """A batch was applied. Returns the answers that may have waited for that batch."""
-        answers = [each.answer for each in self.waiting]
-        for each in self.waiting:
-            each.batches -= 1
-        self.waiting = deque((each for each in self.waiting if each.batches), maxlen=_ANSWERS)
+        answers = [pending.answer for pending in self.waiting]
+        for pending in self.waiting:
+            pending.batches -= 1
+        self.waiting = deque((pending for pending in self.waiting if pending.batches), maxlen=_ANSWERS)
         return answers
 
     def drop(self, answer: ReportedPrompt) -> None:
         """The orphan blocks of this answer found their place."""
-        self.waiting = deque((each for each in self.waiting if each.answer is not answer), maxlen=_ANSWERS)
+        self.waiting = deque(
+            (pending for pending in self.waiting if pending.answer is not answer), maxlen=_ANSWERS
+        )
 
     def clear(self) -> None:
         self.waiting.clear()

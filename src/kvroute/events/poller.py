@@ -87,10 +87,10 @@ class TimeSlicer:
     def _resume_next(self) -> None:
         """Give the next slice to the task that has waited longest."""
         while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():
-                self._resumed = first
-                first.set_result(None)
+            future = self._waiting.popleft()
+            if not future.done():
+                self._resumed = future
+                future.set_result(None)
                 return
 
 
@@ -220,8 +220,8 @@ class SocketPoller:
         self._short_pauses = self._short_pauses + 1 if self._last_batch_at - last < TIMER_S else 0
         if self._short_pauses >= FREQUENT_BATCHES and not self._unfinished and self._readers:
             loop = asyncio.get_running_loop()
-            for each in self._readers:
-                loop.remove_reader(each)
+            for reader in self._readers:
+                loop.remove_reader(reader)
             self._got_data = False
             self._timer = loop.call_later(TIMER_S, self._on_timer)
 

@@ -232,10 +232,10 @@ class Prober:
             log.info("the probe to worker %s failed: %s", self.worker.id, type(error).__name__)
 
 
-def _continues(prompt: KnownPrompt, before: KnownPrompt) -> bool:
-    """Is `prompt` a later turn of the conversation of `before`?"""
-    last = len(before.keys) - 1
-    return 0 <= last < len(prompt.keys) and prompt.keys[last] == before.keys[last]
+def _continues(prompt: KnownPrompt, earlier: KnownPrompt) -> bool:
+    """Is `prompt` a later turn of the conversation of `earlier`?"""
+    last = len(earlier.keys) - 1
+    return 0 <= last < len(prompt.keys) and prompt.keys[last] == earlier.keys[last]
 
 
 def _cached_tokens(answer: object) -> int | None:

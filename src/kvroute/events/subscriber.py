@@ -185,8 +185,8 @@ class KvEventSubscriber:
             group, size, ahead = ledger.group, ledger.block_tokens, ledger.lookahead
             head = StreamHead("", "", 0, 0.0, *position, whole, group, size, ahead)
             generation, frames = ledger.generation, []
-            for part in ledger.dump():
-                frames.append(encode(part))
+            for piece in ledger.dump():
+                frames.append(encode(piece))
                 await self._intake.maybe_yield()
                 if generation != ledger.generation:
                     return None
@@ -394,7 +394,7 @@ class SnapshotFile:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._found: dict[tuple[str, str, int], tuple[StreamHead, Sequence[Frame]]] = {}
+        self._streams: dict[tuple[str, str, int], tuple[StreamHead, Sequence[Frame]]] = {}
 
     async def load(self) -> None:
         """Read and check the file, off the event loop."""
@@ -406,23 +406,23 @@ class SnapshotFile:
         except (OSError, WireError) as error:
             log.warning("the snapshot of the map is ignored: %s", error)
             return
-        self._found = {(head.worker, head.url, head.rank): (head, frames) for head, frames in streams}
-        log.info("a snapshot of the map has %d streams", len(self._found))
+        self._streams = {(head.worker, head.url, head.rank): (head, frames) for head, frames in streams}
+        log.info("a snapshot of the map has %d streams", len(self._streams))
 
     def knows(self, worker: Worker) -> bool:
         """Does the snapshot have a stream of this worker, of any incarnation?"""
-        return any((known, url) == (worker.id, worker.spec.url) for known, url, _ in self._found)
+        return any((worker_id, url) == (worker.id, worker.spec.url) for worker_id, url, _ in self._streams)
 
     def take(self, worker: Worker, rank: int) -> tuple[StreamHead, Sequence[Frame]] | None:
         """Remove and return this stream's snapshot; None if the worker is another process by now."""
-        found = self._found.pop((worker.id, worker.spec.url, rank), None)
-        if found is None or found[0].incarnation != worker.facts.start_time:
+        stream = self._streams.pop((worker.id, worker.spec.url, rank), None)
+        if stream is None or stream[0].incarnation != worker.facts.start_time:
             return None
-        return found
+        return stream
 
     def discard(self) -> None:
         """Forget all streams that were loaded."""
-        self._found = {}
+        self._streams = {}
 
     async def save(self, streams: Iterable[Captured]) -> int:
         """Write all streams that can be resumed, and replace the file atomically; returns how many were

@@ -60,7 +60,7 @@ class DesiredWorkers:
     def replace(self, source: str, specs: Iterable[WorkerSpec]) -> None:
         """Set the full set of workers of `source`."""
         self._sources[source] = {spec.id: spec for spec in specs}
-        listed = {worker_id for each in self._sources.values() for worker_id in each}
+        listed = {worker_id for specs_by_id in self._sources.values() for worker_id in specs_by_id}
         self._removed_unlisted -= listed
         self._removed &= listed | self._removed_unlisted
 
@@ -148,8 +148,8 @@ async def until_drained(worker: Worker, clock: Clock, *, timeout_s: float) -> Dr
     """Wait until no request runs on `worker`, at most `timeout_s`; return the progress at that time."""
     # Polls ten times a second: a notification would cost every request something and is hardly ever needed.
     end = clock.now() + timeout_s
-    while not (progress := progress_of(worker)).is_done and (left := end - clock.now()) > 0:
-        await clock.sleep(min(_POLL_S, left))
+    while not (progress := progress_of(worker)).is_done and (remaining_s := end - clock.now()) > 0:
+        await clock.sleep(min(_POLL_S, remaining_s))
     return progress
 
 
@@ -361,11 +361,11 @@ class Fleet:
 
         Drains of unknown workers are kept for workers that a source names later.
         """
-        before = self._drained
+        previously_drained = self._drained
         self._drained = set(overrides.drained)
         self._desired.apply_overrides(overrides)
         self._reconcile()
-        for worker in [w for w in self.workers() if (w.id in before) != (w.id in self._drained)]:
+        for worker in [w for w in self.workers() if (w.id in previously_drained) != (w.id in self._drained)]:
             if self._update_draining(worker):
                 self._changed((FleetChange.STATE, worker))
 
@@ -390,19 +390,19 @@ class Fleet:
         changes: list[tuple[FleetChange, Worker]] = []
         respecified = False
         for spec in desired.values():
-            known = self._workers.get(spec.id)
-            if known is None:
-                worker = self._workers[spec.id] = Worker(spec, index=next(self._free_indices()))
-                self._update_draining(worker)
-                changes.append((FleetChange.JOINED, worker))
-            elif known.spec != spec:
-                before = known.capacity_tokens
-                known.spec = spec
+            current = self._workers.get(spec.id)
+            if current is None:
+                joined = self._workers[spec.id] = Worker(spec, index=next(self._free_indices()))
+                self._update_draining(joined)
+                changes.append((FleetChange.JOINED, joined))
+            elif current.spec != spec:
+                previous_capacity = current.capacity_tokens
+                current.spec = spec
                 respecified = True
-                if self._update_draining(known):
-                    changes.append((FleetChange.STATE, known))
-                if known.capacity_tokens != before:
-                    changes.append((FleetChange.CAPACITY, known))
+                if self._update_draining(current):
+                    changes.append((FleetChange.STATE, current))
+                if current.capacity_tokens != previous_capacity:
+                    changes.append((FleetChange.CAPACITY, current))
         if changes or respecified:
             self._changed(*changes)
 
@@ -436,13 +436,13 @@ class Fleet:
         """Take a worker out of routing until it is marked healthy again, or change the cause."""
         if not self._is_current(worker):
             return
-        before = self.health(worker)
-        was_healthy = before is HealthState.HEALTHY
+        previous = self.health(worker)
+        was_healthy = previous is HealthState.HEALTHY
         was_troubled_by, worker.trouble = worker.trouble, trouble
         if was_healthy or cause is Ejection.NOT_ISOLATED:
             worker.ejection = cause
-        if before is HealthState.UNHEALTHY and trouble != was_troubled_by:
-            self._log_health(worker, before)
+        if previous is HealthState.UNHEALTHY and trouble != was_troubled_by:
+            self._log_health(worker, previous)
         self._set_health(worker, HealthState.UNHEALTHY)
         if was_healthy:
             self._notify(FleetChange.EJECTED, worker)
@@ -451,7 +451,8 @@ class Fleet:
         """Replace a worker's facts. With `restarted`, listeners get RESTARTED before the other changes."""
         if not self._is_current(worker):
             return
-        before = worker.facts, worker.capacity_tokens, worker.block_size, worker.units
+        previous_facts = worker.facts
+        previous_sizes = worker.capacity_tokens, worker.block_size, worker.units
         if same_cards(worker.facts.model_cards, facts.model_cards):
             facts = replace(facts, model_cards=worker.facts.model_cards)
         worker.facts = facts
@@ -463,20 +464,20 @@ class Fleet:
             worker.rank_units = {}
             worker.rank_units = dict(zip(facts.ranks, self._free_indices(), strict=False))
             worker.rank_loads = {rank: worker.load_of(rank) for rank in facts.ranks}
-        if (worker.capacity_tokens, worker.block_size, worker.units) != before[1:]:
+        if (worker.capacity_tokens, worker.block_size, worker.units) != previous_sizes:
             changes.append((FleetChange.CAPACITY, worker))
-        if _served(facts) != _served(before[0]):
+        if _served(facts) != _served(previous_facts):
             self._changed(*changes, (FleetChange.MODELS, worker))
-        elif worker.units != before[3] or facts.caches_prefixes != before[0].caches_prefixes:
+        elif worker.units != previous_sizes[2] or facts.caches_prefixes != previous_facts.caches_prefixes:
             self._changed(*changes)  # views have what is derived from both
         else:
             for change, changed in changes:
                 self._notify(change, changed)
 
-    def report_cleared(self, worker: Worker, why: str) -> None:
-        """The prefix cache of a worker is empty now. `why` follows the worker's name in the log."""
+    def report_cleared(self, worker: Worker, cause: str) -> None:
+        """The prefix cache of a worker is empty now. `cause` follows the worker's name in the log."""
         if self._is_current(worker):
-            log.info("worker %s %s: its prefix cache is empty", worker.id, why)
+            log.info("worker %s %s: its prefix cache is empty", worker.id, cause)
             self._notify(FleetChange.CLEARED, worker)
 
     def report_stale(self, worker: Worker) -> None:
@@ -485,18 +486,18 @@ class Fleet:
             log.info("worker %s was asleep or got new weights: what it was sent counts no more", worker.id)
             self._notify(FleetChange.STALE, worker)
 
-    def set_asleep(self, workers: Iterable[Worker], why: str) -> None:
-        """The engines of these workers compute nothing now, because of `why`; empty: they are awake.
+    def set_asleep(self, workers: Iterable[Worker], reason: str) -> None:
+        """The engines of these workers compute nothing now, because of `reason`; empty: they are awake.
 
         Listeners are called when all of them have their new state.
         """
         changes: list[tuple[FleetChange, Worker]] = []
         for worker in workers:
-            if not self._is_current(worker) or worker.asleep == why:
+            if not self._is_current(worker) or worker.asleep == reason:
                 continue
-            was_asleep, worker.asleep = bool(worker.asleep), why
-            if why:
-                log.info("worker %s is asleep and gets no requests: %s", worker.id, why)
+            was_asleep, worker.asleep = bool(worker.asleep), reason
+            if reason:
+                log.info("worker %s is asleep and gets no requests: %s", worker.id, reason)
             elif was_asleep:
                 log.info("worker %s is awake again", worker.id)
             if self._show(worker, self.health(worker)):
@@ -562,7 +563,7 @@ class Fleet:
 
     def _show(self, worker: Worker, health: HealthState) -> bool:
         """Set `state` from the health, the drains and the engine's state; return whether it changed."""
-        before, state = worker.state, health
+        previous, state = worker.state, health
         if worker.spec.draining or worker.id in self._drained:
             state = HealthState.DRAINING
         elif worker.asleep and health is HealthState.HEALTHY:
@@ -572,7 +573,7 @@ class Fleet:
         else:
             self._hidden_health[worker.id] = health
         worker.state = state
-        return state is not before
+        return state is not previous
 
     def _log_health(self, worker: Worker, health: HealthState) -> None:
         if health is HealthState.UNHEALTHY:

@@ -49,21 +49,21 @@ class Others(NamedTuple):
     """Tokens of KV that they use."""
 
 
-def others_of(page: EngineFigures, own: OwnRequests, capacity_tokens: int) -> Others:
+def others_of(page: EngineFigures, own_requests: OwnRequests, capacity_tokens: int) -> Others:
     """What a page shows beyond the own requests.
 
     Each own request is subtracted where the engine may have counted it, so none is counted twice. Requests
-    that were sent or have ended while the page was made are in `own` (the most at once), and so can hide
-    others for one page.
+    that were sent or have ended while the page was made are in `own_requests` (the most at once), and so can
+    hide others for one page.
     """
     reported_waiting = min(max(page.waiting, 0), _MOST_REQUESTS)
     reported_running = min(max(page.running, 0), _MOST_REQUESTS)
-    others = max(0, reported_waiting + reported_running - own.in_flight)
-    waiting = min(others, max(0, reported_waiting - own.unanswered))
+    others = max(0, reported_waiting + reported_running - own_requests.in_flight)
+    waiting = min(others, max(0, reported_waiting - own_requests.unanswered))
     running = others - waiting
     used = min(max(page.usage, 0.0), 1.0) * capacity_tokens
     share = running / reported_running if reported_running else 0.0
-    return Others(waiting, running, max(0.0, min(used - own.tokens, used * min(share, 1.0))))
+    return Others(waiting, running, max(0.0, min(used - own_requests.tokens, used * min(share, 1.0))))
 
 
 class SeenPage(NamedTuple):
@@ -121,8 +121,8 @@ def foreign_load(
     each_s = max(prefill_s / ranks, _turn_s(pages, stay_s))
     waiting, tokens = 0, 0.0
     if len(pages) >= PAGES:
-        waiting = min(each.others.waiting for each in pages[-PAGES:])
-        tokens = min(each.others.tokens for each in pages[-PAGES:])
+        waiting = min(seen.others.waiting for seen in pages[-PAGES:])
+        tokens = min(seen.others.tokens for seen in pages[-PAGES:])
     return ForeignLoad(
         last.waiting,
         last.running,
@@ -145,10 +145,10 @@ def _turn_s(pages: Sequence[SeenPage], stay_s: float) -> float:
     page = since = pages[-1].figures
     inside = min(max(1, page.waiting + page.running), _MOST_REQUESTS)
     little_s = stay_s / inside
-    for each in reversed(pages):
-        if not each.figures.waiting or each.figures.ended is None:
+    for seen in reversed(pages):
+        if not seen.figures.waiting or seen.figures.ended is None:
             break
-        since = each.figures
+        since = seen.figures
     if page.ended is None or since.ended is None or page.at <= since.at:
         return little_s
     return max(little_s, (page.at - since.at) / max(1, page.ended - since.ended))

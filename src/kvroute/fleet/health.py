@@ -245,11 +245,11 @@ class HealthMonitor:
             self._count_failure(probes, f"a burst of failures, the last one: {trouble}")
         self.recheck(worker)
 
-    def report_asleep(self, workers: Sequence[Worker], why: str) -> None:
-        """These workers get a request that stops their engines; `why` as `fleet.sleep.why_asleep` says it."""
+    def report_asleep(self, workers: Sequence[Worker], reason: str) -> None:
+        """These workers get a request that stops their engines; `reason` is that of `sleep.why_asleep`."""
         for probes in filter(None, map(self._probes_of, workers)):
             probes.told += 1
-        self._fleet.set_asleep(workers, why)
+        self._fleet.set_asleep(workers, reason)
 
     def report_awake(self, worker: Worker) -> None:
         """The worker has refused to sleep or to pause. The next probe tells more."""
@@ -335,8 +335,10 @@ class HealthMonitor:
         if models is not None:
             facts = replace(facts, models=models.models, adapters=models.adapters, model_cards=models.cards)
         if metrics is not None:
-            before, after = facts.start_time, metrics.start_time
-            restarted = probes.had_metrics and (before != after or (before is None and probes.was_refused))
+            previous_start, start = facts.start_time, metrics.start_time
+            restarted = probes.had_metrics and (
+                previous_start != start or (previous_start is None and probes.was_refused)
+            )
             probes.had_metrics = True
             facts = replace(
                 facts,
@@ -368,17 +370,17 @@ class HealthMonitor:
             elif facts.sleep.operations > slept.operations:
                 self._fleet.report_stale(worker)
         if told == probes.told:
-            known, page = "" if restarted else worker.asleep, None if metrics is None else metrics.sleep
-            self._set_asleep(probes, why_asleep(known, state, page))
+            last_reason, page = "" if restarted else worker.asleep, None if metrics is None else metrics.sleep
+            self._set_asleep(probes, why_asleep(last_reason, state, page))
         return failure
 
-    def _set_asleep(self, probes: _WorkerProbes, why: str) -> None:
+    def _set_asleep(self, probes: _WorkerProbes, reason: str) -> None:
         worker = probes.worker
-        if why and not worker.asleep:
+        if reason and not worker.asleep:
             probes.metrics_due = -math.inf  # the page tells the level, and so what is left of the cache
-            if why == PAUSED:
+            if reason == PAUSED:
                 self._fleet.report_stale(worker)  # nothing tells whether the pause has cleared the cache
-        self._fleet.set_asleep((worker,), why)
+        self._fleet.set_asleep((worker,), reason)
 
     async def _read_state(self, probes: _WorkerProbes) -> EngineState:
         return EngineState(
@@ -440,7 +442,7 @@ class HealthMonitor:
 
     def _account(self, probes: _WorkerProbes, page: MetricsPage, asked: float) -> None:
         """Keep the engine's figures, and the load from elsewhere that they show."""
-        worker, before = probes.worker, probes.peaks
+        worker, previous_peaks = probes.worker, probes.peaks
         peaks = worker.load.take_peaks()
         if page.waiting is None:
             worker.engine_queue = None
@@ -450,18 +452,18 @@ class HealthMonitor:
         worker.engine_queue = figures = EngineFigures(
             page.waiting, page.running, page.kv_usage, page.ended, asked
         )
-        own = OwnRequests(*map(max, before, peaks))
-        others = others_of(figures, own, page.capacity_tokens or worker.capacity_tokens)
+        own_requests = OwnRequests(*map(max, previous_peaks, peaks))
+        others = others_of(figures, own_requests, page.capacity_tokens or worker.capacity_tokens)
         probes.pages.append(SeenPage(figures, others))
-        loads, now = [each.load for each in self._fleet.workers()], self._clock.now()
+        loads, now = [other.load for other in self._fleet.workers()], self._clock.now()
         recent = [load.recent(now) for load in loads]
-        requests = sum(each[1] for each in recent)
+        requests = sum(count for _, count in recent)
         stays = [load.residence_s for load in loads if load.residence_s is not None]
         worker.set_foreign(
             foreign_load(
                 tuple(probes.pages),
                 ranks=max(1, len(page.ranks)),
-                prefill_s=sum(each[0] for each in recent) / requests if requests else 0.0,
+                prefill_s=sum(seconds for seconds, _ in recent) / requests if requests else 0.0,
                 residence_s=worker.load.residence_s or (sum(stays) / len(stays) if stays else None),
             )
         )

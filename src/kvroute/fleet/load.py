@@ -191,11 +191,11 @@ class WorkerLoad:
         weight = self._weight(now)
         self._recent_s += prefill_s * weight
         self._recent_requests += requests * weight
-        mean_s, before = stay_s / requests, self.residence_s
-        if before is None:
+        mean_s, previous_s = stay_s / requests, self.residence_s
+        if previous_s is None:
             self.residence_s = mean_s
         else:
-            self.residence_s = mean_s + (before - mean_s) * (1.0 - RESIDENCE_WEIGHT) ** requests
+            self.residence_s = mean_s + (previous_s - mean_s) * (1.0 - RESIDENCE_WEIGHT) ** requests
 
     def _leave_queue(self, reservation: Reservation, now: float, counts: bool = True) -> None:
         """Remove a reservation from the queue. `counts` is False if its prefill was never completed."""
@@ -389,8 +389,10 @@ class Reservation(Struct, eq=False):
             if self.is_queued:
                 load._leave_queue(self, now)
             stay = now - self._start
-            before = load.residence_s
-            load.residence_s = stay if before is None else before + RESIDENCE_WEIGHT * (stay - before)
+            residence_s = load.residence_s
+            load.residence_s = (
+                stay if residence_s is None else residence_s + RESIDENCE_WEIGHT * (stay - residence_s)
+            )
         # `_release` inlined: every request ends here.
         lease, listener = self.lease, self.listener
         if lease is not None:

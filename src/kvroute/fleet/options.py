@@ -16,7 +16,7 @@ from kvroute.fleet.worker import WorkerId, WorkerRole, WorkerSpec
 from kvroute.options import Options, Switch, option, with_sections
 
 _NUMBER = re.compile(r"\d+")
-_PLACE = re.compile(r"(?P<host>[A-Za-z0-9_.\-]+):(?P<port>\d{1,5})")
+_HOST_PORT = re.compile(r"(?P<host>[A-Za-z0-9_.\-]+):(?P<port>\d{1,5})")
 
 
 class KubernetesOptions(Options):
@@ -136,8 +136,10 @@ class KubernetesOptions(Options):
     def _pool_selects(self) -> Self:
         if self.pool is None:
             return self
-        if own := [name for name in ("selector", "port") if name in self.model_fields_set]:
-            raise ValueError(f"pool: the InferencePool has its own {' and '.join(own)}; set only one of them")
+        if pool_fields := [name for name in ("selector", "port") if name in self.model_fields_set]:
+            raise ValueError(
+                f"pool: the InferencePool has its own {' and '.join(pool_fields)}; set only one of them"
+            )
         if self.resource != "pods":
             raise ValueError("pool: an InferencePool selects pods, so resource must be pods")
         return self
@@ -145,7 +147,11 @@ class KubernetesOptions(Options):
 
 def _as_address_list(value: object) -> object:
     """Split `HOST:PORT,HOST:PORT`, the form of an environment variable."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return (
+        [address.strip() for address in value.split(",") if address.strip()]
+        if isinstance(value, str)
+        else value
+    )
 
 
 class DnsOptions(Options):
@@ -205,7 +211,7 @@ class DnsOptions(Options):
 
 def place_of(name: str) -> tuple[str, int]:
     """Host and port of `host:port`. Raises ValueError."""
-    match = _PLACE.fullmatch(name)
+    match = _HOST_PORT.fullmatch(name)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError(f"{name!r} is not host:port, such as vllm-workers.llm.svc:8000")
     return match["host"], int(match["port"])
@@ -396,10 +402,10 @@ class WorkerEntry(Options):
 
     def spec(self) -> WorkerSpec:
         """The entry as a `WorkerSpec`, with the default id if none is set."""
-        place = self.url.split("://", 1)[1].replace("/", ".")
+        default_id = self.url.split("://", 1)[1].replace("/", ".")
         role = None if self.role is None else self.role.value
         return WorkerSpec(
-            WorkerId(self.id or place),
+            WorkerId(self.id or default_id),
             self.url,
             self.models,
             self.capacity_tokens,
@@ -430,7 +436,7 @@ Entries = Annotated[tuple[Entry, ...], AfterValidator(_all_differ)]
 
 def _as_list(value: object) -> object:
     """Split `URL,URL`, the form of an environment variable."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return [url.strip() for url in value.split(",") if url.strip()] if isinstance(value, str) else value
 
 
 class SourceType(Protocol):

@@ -315,7 +315,11 @@ def canonical_names(workers: Sequence[Worker], configured: Collection[str] = ())
     for model in models:
         for name in model[1]:
             sharing.setdefault(name, []).append(model)
-    doubtful = {name for name, found in sharing.items() if len(found) > 1 and _are_different(found)}
+    doubtful = {
+        name
+        for name, models_of_name in sharing.items()
+        if len(models_of_name) > 1 and _are_different(models_of_name)
+    }
     joined: dict[str, set[str]] = {}
     for _, names in models:
         whole = set(names - doubtful)
@@ -325,10 +329,10 @@ def canonical_names(workers: Sequence[Worker], configured: Collection[str] = ())
             joined[name] = whole
     rank: dict[str, tuple[bool, int, int, str]] = {}
     for worker in workers:
-        for place, name in enumerate(_bases(worker)):
+        for position, name in enumerate(_bases(worker)):
             if name in joined:
-                _, count, first, _ = rank.get(name, (False, 0, place, name))
-                rank[name] = name not in configured, count - 1, min(first, place), name
+                _, count, best_position, _ = rank.get(name, (False, 0, position, name))
+                rank[name] = name not in configured, count - 1, min(best_position, position), name
     best = {name: min(whole, key=rank.__getitem__) for name, whole in joined.items()}
     return {name: chosen for name, chosen in best.items() if name != chosen}
 

@@ -38,19 +38,19 @@ class EngineState(NamedTuple):
     is_sleeping: bool | None = None
 
 
-def why_asleep(before: str, state: EngineState, page: SleepFacts | None) -> str:
+def why_asleep(last_reason: str, state: EngineState, page: SleepFacts | None) -> str:
     """Why the engine computes nothing now: `PAUSED`, `SLEEPS`, or empty if it is awake.
 
-    `before` is the last result. `page`: the metrics, if they were read at the same time; answers to the two
-    questions are newer than figures of an earlier page.
+    `last_reason` is the last result. `page`: the metrics, if they were read at the same time; answers to the
+    two questions are newer than figures of an earlier page.
     """
     is_paused, is_sleeping = state
     if is_paused or is_sleeping:
-        if page is None and before:
-            return before
+        if page is None and last_reason:
+            return last_reason
         return PAUSED if is_paused and not (page is not None and page.is_asleep) else SLEEPS
     if page is not None and None in state:
         return SLEEPS if page.is_asleep and is_sleeping is None else ""
-    if before == SLEEPS:
-        return before if is_sleeping is None else ""
-    return before if is_paused is None else ""
+    if last_reason == SLEEPS:
+        return last_reason if is_sleeping is None else ""
+    return last_reason if is_paused is None else ""

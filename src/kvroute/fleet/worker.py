@@ -123,8 +123,8 @@ class FetchedTokens:
 
     def after(self, counter: int) -> FetchedTokens:
         """The new value after one more read of the worker's metrics. A restart sets the counter to 0."""
-        before = counter if self.counter is None else self.counter if counter >= self.counter else 0
-        return FetchedTokens(self.total + counter - before, counter)
+        previous = counter if self.counter is None else self.counter if counter >= self.counter else 0
+        return FetchedTokens(self.total + counter - previous, counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +254,10 @@ class Worker:
         """The load of one data-parallel rank, or of the whole worker if `rank` is None."""
         if rank is None:
             return self.load
-        known = self.rank_loads.get(rank)
-        if known is None:
-            known = self.rank_loads[rank] = WorkerLoad()
-        return known
+        load = self.rank_loads.get(rank)
+        if load is None:
+            load = self.rank_loads[rank] = WorkerLoad()
+        return load
 
     def set_foreign(self, foreign: ForeignLoad | None) -> None:
         """Set the load from elsewhere, of the worker and of each of its ranks."""
@@ -307,7 +307,7 @@ class FleetView:
     version: int
     loads: tuple[WorkerLoad, ...] = field(init=False, repr=False, compare=False)
     """Each worker's `load`, in the order of `workers`."""
-    places: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    positions: Mapping[int, int] = field(init=False, repr=False, compare=False)
     """Each of a worker's `units` -> the worker's position in `workers`."""
     by_rank: RankTargets | None = field(init=False, repr=False, compare=False)
     """The same workers with their ranks; None if each has only one."""
@@ -318,9 +318,9 @@ class FleetView:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", tuple(worker.load for worker in self.workers))
-        places = {unit: place for place, worker in enumerate(self.workers) for unit in worker.units}
-        object.__setattr__(self, "places", places)
-        by_rank = rank_targets(self.workers) if len(places) > len(self.workers) else None
+        positions = {unit: position for position, worker in enumerate(self.workers) for unit in worker.units}
+        object.__setattr__(self, "positions", positions)
+        by_rank = rank_targets(self.workers) if len(positions) > len(self.workers) else None
         object.__setattr__(self, "by_rank", by_rank)
         caches = any(worker.facts.caches_prefixes for worker in self.workers) or not self.workers
         object.__setattr__(self, "caches_prefixes", caches)
@@ -357,7 +357,7 @@ class RankTargets(NamedTuple):
     units: Sequence[int]
     """`Worker.unit_of` each rank."""
     loads: Sequence[WorkerLoad]
-    places: Mapping[int, int]
+    positions: Mapping[int, int]
     """Unit -> position."""
 
 
@@ -379,7 +379,7 @@ def rank_targets(workers: Sequence[Worker], only: int | None = None) -> RankTarg
         tuple(rank for _, rank in pairs),
         units,
         tuple(worker.load_of(rank) for worker, rank in pairs),
-        {unit: place for place, unit in enumerate(units)},
+        {unit: position for position, unit in enumerate(units)},
     )
 
 
@@ -399,8 +399,8 @@ _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", re.ASCII)
 
 def release_of(text: str) -> tuple[int, ...] | None:
     """The first release number in `text`, as (major, minor, patch)."""
-    found = _RELEASE.search(text)
-    return None if found is None else tuple(int(part or 0) for part in found.groups())
+    match = _RELEASE.search(text)
+    return None if match is None else tuple(int(number or 0) for number in match.groups())
 
 
 def release_shown(release: tuple[int, ...]) -> str:
@@ -594,15 +594,15 @@ _LONGEST_LINE = 16_384
 
 def _lines(page: bytes, start: bytes) -> list[bytes]:
     """The rest of each line that begins with `start`: of at most 4,096 lines, up to 16 KiB each."""
-    found: list[bytes] = []
+    lines: list[bytes] = []
     at = page.find(start)
-    while at >= 0 and len(found) < _MOST_LINES:
+    while at >= 0 and len(lines) < _MOST_LINES:
         end = page.find(b"\n", at)
         end = len(page) if end < 0 else end
         if at == 0 or page[at - 1] == 0x0A:
-            found.append(page[at + len(start) : min(end, at + _LONGEST_LINE)])
+            lines.append(page[at + len(start) : min(end, at + _LONGEST_LINE)])
         at = page.find(start, end)
-    return found
+    return lines
 
 
 def _number(value: bytes | None) -> int | None:

@@ -178,8 +178,8 @@ class ChunkLine:
             self._live,
         )
         runs: dict[int, list[int]] = {}
-        last, held, at = -1, 0, start
-        while at < limit and (held or at == start):
+        last_mask, held_bits, at = -1, 0, start
+        while at < limit and (held_bits or at == start):
             keys.compute(at + 1)
             for key in computed[at:limit]:
                 entry = key ^ seed
@@ -187,19 +187,19 @@ class ChunkLine:
                 if self._probed:
                     mask = self._as_probed(key, mask)
                 at += 1
-                if mask != last:
-                    last = mask
+                if mask != last_mask:
+                    last_mask = mask
                     mask &= live
-                    changed, held = mask ^ held, mask
+                    changed, held_bits = mask ^ held_bits, mask
                     while changed:
                         bit = changed & -changed
                         changed ^= bit
                         runs.setdefault(bit, []).append(at - 1)
-                    if not held:
+                    if not held_bits:
                         break
-        while held:
-            bit = held & -held
-            held ^= bit
+        while held_bits:
+            bit = held_bits & -held_bits
+            held_bits ^= bit
             runs[bit].append(at)
         return LookupSegment(start, at, runs)
 
@@ -214,7 +214,7 @@ def follow_several(
 ) -> tuple[int, int]:
     """As `ChunkLine.follow`, for a slot with several domains. L2 is read chunk by chunk: L1 may have the next
     one."""
-    end, found = start, [0, 0]
+    end, matched = start, [0, 0]
     moved = True
     while moved:
         moved = False
@@ -225,7 +225,7 @@ def follow_several(
                 stop = line.reach(bits, position)
                 if stop > position:
                     stop = stop if tier == 0 else position + 1
-                    found[tier] += stop * line.tokens - end
+                    matched[tier] += stop * line.tokens - end
                     end, moved = stop * line.tokens, True
                     break
             if moved:
@@ -236,9 +236,9 @@ def follow_several(
             tail, mask = line.tail() if end >= line.total * line.tokens else (0, 0)
             behind = line.total * line.tokens + tail - end
             if behind > 0 and any(bit & mask for bit in bits):
-                found[tier] += behind
+                matched[tier] += behind
                 end += behind
-    return found[0], found[1]
+    return matched[0], matched[1]
 
 
 _KEPT_MASKS: Final = 65_536
@@ -251,7 +251,7 @@ class ChunkIndexSize(NamedTuple):
 
     chunks: int
     """Different chunks, including those of cleared holders until they are swept."""
-    held: int
+    held_chunks: int
     """Chunks summed over holders."""
     dropped: int
     """Chunks since the start that were not stored, because `max_chunks` was reached."""
@@ -292,7 +292,7 @@ class ChunkIndex:
         """None after a change of holders or slots."""
         self._masks: dict[int, int] = {}
         """Equal masks share one object: a mask takes as much memory as an entry of the map."""
-        self._chunks = self._held = self._dropped = 0
+        self._chunks = self._held_chunks = self._dropped = 0
         self._live = self._closed = 0
         self._tables_to_free: list[dict[Any, Any]] = []
         self._sweeping: tuple[int, Iterator[dict[int, int]]] | None = None
@@ -305,25 +305,25 @@ class ChunkIndex:
         Attaching the same holder again replaces its domains.
         """
         chosen = tuple(dict.fromkeys(domains))
-        known = self._slots.setdefault(slot, _Slot()).domains
-        if known.get(holder) != chosen:
-            known[holder] = chosen
+        domains_by_holder = self._slots.setdefault(slot, _Slot()).domains
+        if domains_by_holder.get(holder) != chosen:
+            domains_by_holder[holder] = chosen
             self._plans = None
 
     def detach(self, slot: int, holder: ChunkHolder) -> None:
         """Undo `attach`."""
-        known = self._slots.get(slot)
-        if known is not None and known.domains.pop(holder, None) is not None:
+        slot_domains = self._slots.get(slot)
+        if slot_domains is not None and slot_domains.domains.pop(holder, None) is not None:
             self._plans = None
-            if not known.domains:
+            if not slot_domains.domains:
                 del self._slots[slot]
 
     def forget(self, slot: int) -> None:
         """Remove the slot and the chunks of its own holders; `sweep` returns the memory."""
-        known = self._slots.pop(slot, None)
-        if known is not None:
+        slot_domains = self._slots.pop(slot, None)
+        if slot_domains is not None:
             self._plans = None
-            for holder in known.domains:
+            for holder in slot_domains.domains:
                 if not holder.shared:
                     self.clear(holder)
 
@@ -356,7 +356,7 @@ class ChunkIndex:
                 shard[entry] = masks.setdefault(mask, mask)
             new += 1
         self._chunks += added
-        self._held += new
+        self._held_chunks += new
         holder.chunks += new
         return new
 
@@ -366,7 +366,7 @@ class ChunkIndex:
 
     def remove_all(self, holder: ChunkHolder, space: ChunkSpace, keys: Iterable[ChunkKey]) -> int:
         """`holder` no longer has these chunks; returns how many the index had for `holder`."""
-        seed, shards, bit, left = entry_seed(space), self._shards, holder.bit, self._live & ~holder.bit
+        seed, shards, bit, remaining = entry_seed(space), self._shards, holder.bit, self._live & ~holder.bit
         removed = 0
         for key in keys:
             entry = key ^ seed
@@ -374,19 +374,19 @@ class ChunkIndex:
             mask = shard.get(entry, 0)
             if mask & bit:
                 removed += 1
-                mask &= left
+                mask &= remaining
                 if mask:
                     shard[entry] = self._masks.setdefault(mask, mask)
                 else:
                     del shard[entry]
                     self._chunks -= 1
         holder.chunks -= removed
-        self._held -= removed
+        self._held_chunks -= removed
         return removed
 
     def clear(self, holder: ChunkHolder) -> None:
         """`holder` has no chunks any more. Takes constant time; `sweep` returns the memory."""
-        self._held -= holder.chunks
+        self._held_chunks -= holder.chunks
         holder.chunks = 0
         if holder.bit:
             self._live &= ~holder.bit
@@ -467,7 +467,7 @@ class ChunkIndex:
         if not (plans.simple or plans.several):
             return {}
         lines: dict[ChunkDomain, ChunkLine] = {}
-        found: dict[int, tuple[int, int]] = {}
+        matches: dict[int, tuple[int, int]] = {}
 
         def line_of(domain: ChunkDomain) -> ChunkLine:
             line = lines.get(domain)
@@ -490,22 +490,22 @@ class ChunkIndex:
             for slot, l1, l2 in members:
                 reached = line.follow(starts.get(slot, 0), l1, l2)
                 if reached is not None:
-                    found[slot] = reached
+                    matches[slot] = reached
         for slot, l1_steps, l2_steps in plans.several:
             reached = follow_several(line_of, starts.get(slot, 0), l1_steps, l2_steps)
             if reached != (0, 0):
-                found[slot] = reached
-        return found
+                matches[slot] = reached
+        return matches
 
     def held_by_tier(self) -> dict[Tier, int]:
         """Chunks by tier, summed over the holders. O(holders), for gauges."""
-        held: dict[Tier, int] = {}
+        chunks_by_tier: dict[Tier, int] = {}
         for holder in {holder for slot in self._slots.values() for holder in slot.domains}:
-            held[holder.tier] = held.get(holder.tier, 0) + holder.chunks
-        return held
+            chunks_by_tier[holder.tier] = chunks_by_tier.get(holder.tier, 0) + holder.chunks
+        return chunks_by_tier
 
     def size(self) -> ChunkIndexSize:
-        return ChunkIndexSize(self._chunks, self._held, self._dropped, self._chunks * _CHUNK_BYTES)
+        return ChunkIndexSize(self._chunks, self._held_chunks, self._dropped, self._chunks * _CHUNK_BYTES)
 
     def _open(self, holder: ChunkHolder) -> int:
         """Give `holder` a bit that no chunk has."""
@@ -517,9 +517,9 @@ class ChunkIndex:
 
     def _plan(self) -> _Plans:
         plans = _Plans({}, [])
-        for slot, known in self._slots.items():
+        for slot, slot_domains in self._slots.items():
             tiers: dict[Tier, dict[ChunkDomain, tuple[int, ...]]] = {Tier.L1: {}, Tier.L2: {}}
-            for holder, domains in known.domains.items():
+            for holder, domains in slot_domains.domains.items():
                 steps = tiers[holder.tier]
                 for domain in domains if holder.bit else ():
                     steps[domain] = (*steps.get(domain, ()), holder.bit)

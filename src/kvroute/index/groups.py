@@ -55,8 +55,8 @@ class _Alike:
     def has(self, keys: Sequence[BlockKey], block: int) -> bool:
         """Do all groups have the prompt's block with this number?"""
         key = keys[(block + 1) * self.stride - 1]
-        for held in self.sets:  # noqa: SIM110 - `all` would construct a generator for each block
-            if key not in held:
+        for keys_of_group in self.sets:  # noqa: SIM110 - `all` would construct a generator for each block
+            if key not in keys_of_group:
                 return False
         return True
 
@@ -121,7 +121,7 @@ class SlotGroups:
         self.whole_tokens = KEY_TOKENS
         """Tokens in a block of the group that the index has as runs."""
         self.rules: dict[int, GroupRule] = {}
-        self.held: dict[int, set[BlockKey]] = {}
+        self.keys_by_group: dict[int, set[BlockKey]] = {}
         self._alike: list[_Alike] = []
         self._unit = KEY_TOKENS
 
@@ -132,19 +132,19 @@ class SlotGroups:
 
     def define(self, group: int, rule: GroupRule) -> None:
         self.rules[group] = rule
-        self.held.setdefault(group, set())
+        self.keys_by_group.setdefault(group, set())
         self._arrange()
 
     def _arrange(self) -> None:
         by_rule: dict[GroupRule, list[set[BlockKey]]] = {}
         for group in sorted(self.rules):
-            by_rule.setdefault(self.rules[group], []).append(self.held[group])
+            by_rule.setdefault(self.rules[group], []).append(self.keys_by_group[group])
         self._alike = [_Alike(rule, sets) for rule, sets in by_rule.items()]
         self._unit = lcm(self.whole_tokens, *(rule.block_tokens for rule in by_rule))
 
     def clear(self) -> None:
         """The groups have no blocks any more; their rules stay."""
-        self.held = {group: set() for group in self.rules}
+        self.keys_by_group = {group: set() for group in self.rules}
         self._arrange()
 
     def set_whole_tokens(self, tokens: int) -> None:
@@ -174,12 +174,12 @@ class SlotGroups:
             current = min(hit, allowed)
             for number, groups in enumerate(alike):
                 drop = drops and number not in dropped
-                found = groups.longest(keys, current, unit, drop)
+                limited = groups.longest(keys, current, unit, drop)
                 if drop:
                     dropped.add(number)
-                elif found < current:
+                elif limited < current:
                     dropped.clear()
-                current = found
+                current = limited
             if current >= hit or not current:
                 return current
             hit = current
@@ -205,32 +205,32 @@ class GroupIndex:
 
     def store(self, slot: int, group: int, keys: Iterable[BlockKey]) -> bool:
         """The group has these blocks; False if there was no room for one of them."""
-        held = self.slots[slot].held[group]
+        stored_keys = self.slots[slot].keys_by_group[group]
         for key in keys:
-            if key not in held:
+            if key not in stored_keys:
                 if self.blocks >= self._max_blocks:
                     return False
-                held.add(key)
+                stored_keys.add(key)
                 self.blocks += 1
         return True
 
     def remove(self, slot: int, group: int, keys: Iterable[BlockKey]) -> None:
         """The group no longer has these blocks."""
-        known = self.slots.get(slot)
-        held = None if known is None else known.held.get(group)
-        if held is None:
+        slot_groups = self.slots.get(slot)
+        stored_keys = None if slot_groups is None else slot_groups.keys_by_group.get(group)
+        if stored_keys is None:
             return
         for key in keys:
-            if key in held:
-                held.discard(key)
+            if key in stored_keys:
+                stored_keys.discard(key)
                 self.blocks -= 1
 
     def clear(self, slot: int) -> None:
         """The slot's groups have no blocks any more."""
-        known = self.slots.get(slot)
-        if known is not None:
-            self.blocks -= sum(map(len, known.held.values()))
-            known.clear()
+        slot_groups = self.slots.get(slot)
+        if slot_groups is not None:
+            self.blocks -= sum(map(len, slot_groups.keys_by_group.values()))
+            slot_groups.clear()
 
     def forget(self, slot: int) -> None:
         """The slot has no groups."""
@@ -239,6 +239,6 @@ class GroupIndex:
 
     def entries(self) -> Iterator[tuple[int, int, GroupRule, Sequence[BlockKey]]]:
         """Slot, group, rule and keys of every group."""
-        for slot, known in self.slots.items():
-            for group, rule in known.rules.items():
-                yield slot, group, rule, list(known.held[group])
+        for slot, slot_groups in self.slots.items():
+            for group, rule in slot_groups.rules.items():
+                yield slot, group, rule, list(slot_groups.keys_by_group[group])

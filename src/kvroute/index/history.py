@@ -23,7 +23,7 @@ from kvroute.blocks.keys import BlockKey
 
 
 class HistoryShare:
-    """The figures of one worker's part of a history, in blocks. Mutable; only its history changes it."""
+    """The figures of one worker's share of a history, in blocks. Mutable; only its history changes it."""
 
     __slots__ = ("active_blocks", "blocks", "capacity_blocks", "evicted_blocks", "worker")
 
@@ -35,7 +35,7 @@ class HistoryShare:
         self.active_blocks = 0
         """Blocks of unfinished requests, each counted once; never evicted."""
         self.evicted_blocks = 0
-        """Blocks evicted since the part was created."""
+        """Blocks evicted since the share was created."""
 
     @property
     def room_blocks(self) -> int:
@@ -86,8 +86,8 @@ class RouteHistory(Protocol):
     """
 
     @property
-    def parts(self) -> Mapping[int, HistoryShare]:
-        """The live figures of each worker that was used before; `part` also creates new ones."""
+    def shares(self) -> Mapping[int, HistoryShare]:
+        """The live figures of each worker that was used before; `share` also creates new ones."""
         ...
 
     def match(self, keys: Sequence[BlockKey]) -> Mapping[int, int]:
@@ -101,7 +101,7 @@ class RouteHistory(Protocol):
         """Record that `keys` were sent to `worker`: most recently used, and pinned until
         `PinnedBlocks.release`.
 
-        Evicts the worker's least recently used unpinned blocks when the part is full; the part grows
+        Evicts the worker's least recently used unpinned blocks when the share is full; the share grows
         beyond its capacity only as far as pinned blocks need.
         """
         ...
@@ -114,12 +114,12 @@ class RouteHistory(Protocol):
         """
         ...
 
-    def part(self, worker: int) -> HistoryShare:
+    def share(self, worker: int) -> HistoryShare:
         """The worker's live figures. A new worker starts empty at the default capacity."""
         ...
 
     def set_capacity(self, worker: int, blocks: int) -> None:
-        """Resize the worker's part, and evict the unpinned blocks that no longer fit."""
+        """Resize the worker's share, and evict the unpinned blocks that no longer fit."""
         ...
 
     def forget(self, worker: int) -> None:
@@ -128,7 +128,7 @@ class RouteHistory(Protocol):
         ...
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
-        """The worker's unpinned prompts, oldest first: acquiring and releasing them copies the part
+        """The worker's unpinned prompts, oldest first: acquiring and releasing them copies the share
         approximately.
 
         Beginnings that prompts share are repeated and counted each time. Prompts beyond `most_blocks` blocks
@@ -150,7 +150,7 @@ class _Block:
         self.holders: dict[int, int] = {}
 
 
-class _TriePart(HistoryShare):
+class _TrieShare(HistoryShare):
     __slots__ = ("all", "free", "is_forgotten")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
@@ -171,77 +171,77 @@ class TrieHistory:
     def __init__(self, default_capacity_blocks: int) -> None:
         self._default_capacity = default_capacity_blocks
         self._trie: pygtrie.Trie[tuple[BlockKey, ...], _Block, BlockKey] = pygtrie.Trie()
-        self.parts: dict[int, _TriePart] = {}
+        self.shares: dict[int, _TrieShare] = {}
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        held: dict[int, int] = {}
+        depths: dict[int, int] = {}
         if not keys:
-            return held
-        before: dict[int, int] = {}
+            return depths
+        holders: dict[int, int] = {}
         depth = 0
         # `prefixes` ends with the last stored prefix of the path; only the empty root has no value.
         for step in self._trie.prefixes(tuple(keys)):
             block: _Block = step.value
-            if depth and len(block.holders) != len(before):
-                for worker in before:
+            if depth and len(block.holders) != len(holders):
+                for worker in holders:
                     if worker not in block.holders:
-                        held[worker] = depth
-            before = block.holders
+                        depths[worker] = depth
+            holders = block.holders
             depth += 1
-        for worker in before:
-            held[worker] = depth
-        return held
+        for worker in holders:
+            depths[worker] = depth
+        return depths
 
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> PinnedBlocks:
-        part = self._own_part(worker)
-        blocks, new_blocks = self._pin(part, keys)
-        return _TriePinned(self, part, blocks, new_blocks)
+        share = self._share(worker)
+        blocks, new_blocks = self._pin(share, keys)
+        return _TriePinned(self, share, blocks, new_blocks)
 
     def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
         return range(len(lasts))
 
-    def part(self, worker: int) -> HistoryShare:
-        return self._own_part(worker)
+    def share(self, worker: int) -> HistoryShare:
+        return self._share(worker)
 
     def set_capacity(self, worker: int, blocks: int) -> None:
-        part = self._own_part(worker)
-        part.capacity_blocks = blocks
-        self._evict_excess(part)
+        share = self._share(worker)
+        share.capacity_blocks = blocks
+        self._evict_excess(share)
 
     def forget(self, worker: int) -> None:
-        part = self.parts.pop(worker, None)
-        if part is None:
+        share = self.shares.pop(worker, None)
+        if share is None:
             return
-        part.is_forgotten = True
-        self.parts[worker] = _TriePart(worker, part.capacity_blocks)
-        self._drop(worker, part.all)
+        share.is_forgotten = True
+        self.shares[worker] = _TrieShare(worker, share.capacity_blocks)
+        self._drop(worker, share.all)
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
-        part, found = self._own_part(worker), list[Sequence[BlockKey]]()
+        share, prompts = self._share(worker), list[Sequence[BlockKey]]()
         # The prompts that end in a child include this block.
-        inner = {block.path[: block.depth - 1] for block in part.all}
-        for block in reversed(part.free):
+        inner = {block.path[: block.depth - 1] for block in share.all}
+        for block in reversed(share.free):
             path = block.path[: block.depth]
             if path not in inner:
                 most_blocks -= len(path)
                 if most_blocks < 0:
                     break
-                found.append(path)
-        return found[::-1]
+                prompts.append(path)
+        return prompts[::-1]
 
     def size(self) -> HistorySize:
         blocks = len(self._trie)
-        tracked = sum(part.blocks for part in self.parts.values())
+        tracked = sum(share.blocks for share in self.shares.values())
         # Measured with sys.getsizeof: trie node, child table, block, holders' dict and queue entry.
         return HistorySize(blocks, tracked, 550 * blocks + 200 * tracked)
 
-    def _own_part(self, worker: int) -> _TriePart:
-        part = self.parts.get(worker)
-        if part is None:
-            part = self.parts[worker] = _TriePart(worker, self._default_capacity)
-        return part
+    def _share(self, worker: int) -> _TrieShare:
+        share = self.shares.get(worker)
+        if share is None:
+            share = self.shares[worker] = _TrieShare(worker, self._default_capacity)
+        return share
 
-    def _pin(self, part: _TriePart, keys: Sequence[BlockKey]) -> tuple[list[_Block], int]:
+    def _pin(self, share: _TrieShare, keys: Sequence[BlockKey]) -> tuple[list[_Block], int]:
         path = tuple(keys)
         pinned: list[_Block] = []
         if not path:
@@ -253,39 +253,39 @@ class TrieHistory:
             if not step.is_set:
                 step.value = _Block(path, depth)
             block: _Block = step.value
-            pins = block.holders.get(part.worker)
+            pins = block.holders.get(share.worker)
             if pins is None:
-                part.all.add(block)
+                share.all.add(block)
                 new_blocks += 1
             elif pins == 0:
-                del part.free[block]
+                del share.free[block]
             if not pins:
-                part.active_blocks += 1
-            block.holders[part.worker] = (pins or 0) + 1
+                share.active_blocks += 1
+            block.holders[share.worker] = (pins or 0) + 1
             pinned.append(block)
-        part.blocks += new_blocks
-        self._evict_excess(part)
+        share.blocks += new_blocks
+        self._evict_excess(share)
         return pinned, new_blocks
 
-    def _unpin(self, part: _TriePart, pinned: list[_Block]) -> None:
-        if part.is_forgotten:
+    def _unpin(self, share: _TrieShare, pinned: list[_Block]) -> None:
+        if share.is_forgotten:
             return
         for block in reversed(pinned):
-            block.holders[part.worker] -= 1
-            if not block.holders[part.worker]:
-                part.active_blocks -= 1
-                part.free[block] = None
-        self._evict_excess(part)
+            block.holders[share.worker] -= 1
+            if not block.holders[share.worker]:
+                share.active_blocks -= 1
+                share.free[block] = None
+        self._evict_excess(share)
 
-    def _evict_excess(self, part: _TriePart) -> None:
-        """Evict unpinned blocks until the part fits its capacity."""
-        excess = min(part.blocks - part.capacity_blocks, len(part.free))
+    def _evict_excess(self, share: _TrieShare) -> None:
+        """Evict unpinned blocks until the share fits its capacity."""
+        excess = min(share.blocks - share.capacity_blocks, len(share.free))
         if excess > 0:
-            part.blocks -= excess
-            evicted = [part.free.popitem(last=False)[0] for _ in range(excess)]
-            part.all.difference_update(evicted)
-            part.evicted_blocks += len(evicted)
-            self._drop(part.worker, evicted)
+            share.blocks -= excess
+            evicted = [share.free.popitem(last=False)[0] for _ in range(excess)]
+            share.all.difference_update(evicted)
+            share.evicted_blocks += len(evicted)
+            self._drop(share.worker, evicted)
 
     def _drop(self, worker: int, blocks: Iterable[_Block]) -> None:
         """Remove `worker` from the holders of `blocks`, and delete the nodes without a holder."""
@@ -303,24 +303,26 @@ class TrieHistory:
 class _TriePinned:
     """Implements `PinnedBlocks`. Mutable: `extend` and `release`."""
 
-    __slots__ = ("_blocks", "_history", "_part", "new_blocks")
+    __slots__ = ("_blocks", "_history", "_share", "new_blocks")
 
-    def __init__(self, history: TrieHistory, part: _TriePart, blocks: list[_Block], new_blocks: int) -> None:
+    def __init__(
+        self, history: TrieHistory, share: _TrieShare, blocks: list[_Block], new_blocks: int
+    ) -> None:
         self._history = history
-        self._part: _TriePart | None = part
+        self._share: _TrieShare | None = share
         self._blocks = blocks
         self.new_blocks = new_blocks
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
-        part, before = self._part, self._blocks
-        if part is None or part.is_forgotten:
+        share, replaced = self._share, self._blocks
+        if share is None or share.is_forgotten:
             return
-        self._blocks, new_blocks = self._history._pin(part, keys)
+        self._blocks, new_blocks = self._history._pin(share, keys)
         self.new_blocks += new_blocks
-        self._history._unpin(part, before)
+        self._history._unpin(share, replaced)
 
     def release(self) -> None:
-        part = self._part
-        if part is not None:
-            self._part = None
-            self._history._unpin(part, self._blocks)
+        share = self._share
+        if share is not None:
+            self._share = None
+            self._history._unpin(share, self._blocks)

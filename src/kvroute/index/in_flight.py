@@ -29,7 +29,7 @@ class _PathSegment(Struct, eq=False, gc=False):
     keys: Sequence[BlockKey]
     begin: int
     end: int
-    before: _PathSegment | None
+    predecessor: _PathSegment | None
     flights: dict[int, int]
     """Slot -> the number of its prompts that contain this segment."""
     ended: int = 0
@@ -121,7 +121,7 @@ class Flight(Struct, eq=False):
                 del flights[slot]
                 if not flights:
                     del self._segments[segment.keys[segment.begin]]
-            segment = segment.before
+            segment = segment.predecessor
 
 
 class InFlight:
@@ -158,21 +158,21 @@ class InFlight:
             return _NO_MATCH
         if segment is None:
             return _NO_MATCH
-        found: dict[int, int] = {}
+        depth_by_slot: dict[int, int] = {}
         continues_finished = False
         end = len(keys)
         while segment is not None:
             depth = _shared_end(segment, keys, end)
             for slot in segment.flights:
-                found[slot] = depth
+                depth_by_slot[slot] = depth
             if depth < segment.end or depth == end:
                 break
             if segment.ended:
                 continues_finished = True
             segment = segments.get(keys[depth])
         if self._by_ends:
-            self._limit_to_ends(keys, found)
-        return found, continues_finished
+            self._limit_to_ends(keys, depth_by_slot)
+        return depth_by_slot, continues_finished
 
     def count_whole_prompts(self, slot: int) -> bool:
         """From now on, of this slot only prompts count that a new prompt has whole; True if that is new.
@@ -188,16 +188,16 @@ class InFlight:
         self._by_ends[slot] = entry
         return True
 
-    def _limit_to_ends(self, keys: Sequence[BlockKey], found: dict[int, int]) -> None:
-        for slot in [slot for slot in found if slot in self._by_ends]:
-            depth, longest = found[slot], 0
+    def _limit_to_ends(self, keys: Sequence[BlockKey], depth_by_slot: dict[int, int]) -> None:
+        for slot in [slot for slot in depth_by_slot if slot in self._by_ends]:
+            depth, longest = depth_by_slot[slot], 0
             for length, last in self._by_ends[slot].ends or ():
                 if longest < length <= depth and keys[length - 1] == last:
                     longest = length
             if longest:
-                found[slot] = longest
+                depth_by_slot[slot] = longest
             else:
-                del found[slot]
+                del depth_by_slot[slot]
 
     def acquire(
         self,
@@ -220,15 +220,15 @@ class InFlight:
         if announced is None:
             announced = keys
         try:
-            first = keys[0]
+            head_key = keys[0]
         except IndexError:
             return Flight(segments, entry, None, self.ended, announced, self._has_end, not streamed)
         if entry.ends is not None:
             end = len(keys), keys[-1]
             entry.ends[end] = entry.ends.get(end, 0) + 1
-        segment = segments.get(first)
+        segment = segments.get(head_key)
         if segment is None:
-            last = segments[first] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
+            last = segments[head_key] = _PathSegment(keys, 0, len(keys), None, {slot: 1})
         else:
             last = self._attach(segment, slot, keys)
         return Flight(segments, entry, last, self.ended, announced, self._has_end, not streamed)
@@ -259,9 +259,9 @@ class InFlight:
             return
         entry.is_forgotten = True
         self._by_ends.pop(slot, None)
-        for first, segment in list(self._segments.items()):
+        for head_key, segment in list(self._segments.items()):
             if segment.flights.pop(slot, None) and not segment.flights:
-                del self._segments[first]
+                del self._segments[head_key]
 
     def __len__(self) -> int:
         """The number of segments: for inspection."""
@@ -280,32 +280,32 @@ class InFlight:
                 return segment
             following = segments.get(keys[depth])
             if following is None:
-                own = segments[keys[depth]] = _PathSegment(keys, depth, end, segment, {slot: 1})
-                return own
+                new_segment = segments[keys[depth]] = _PathSegment(keys, depth, end, segment, {slot: 1})
+                return new_segment
             segment = following
 
     def _split(self, segment: _PathSegment, position: int) -> _PathSegment:
         """Split `segment` at `position`; returns the new first part. Flights keep pointing to the second
         part."""
         keys = segment.keys
-        head = _PathSegment(keys, segment.begin, position, segment.before, dict(segment.flights))
+        head = _PathSegment(keys, segment.begin, position, segment.predecessor, dict(segment.flights))
         self._segments[keys[segment.begin]] = head
         self._segments[keys[position]] = segment
-        segment.begin, segment.before = position, head
+        segment.begin, segment.predecessor = position, head
         return head
 
 
 def _shared_end(segment: _PathSegment, keys: Sequence[BlockKey], end: int) -> int:
     """The number of leading keys that the prompt shares up to within `segment`, whose first key it has."""
-    own, high = segment.keys, segment.end
+    segment_keys, high = segment.keys, segment.end
     if high > end:
         high = end
-    if own[high - 1] == keys[high - 1]:
+    if segment_keys[high - 1] == keys[high - 1]:
         return high
     low = segment.begin + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if own[middle - 1] == keys[middle - 1]:
+        if segment_keys[middle - 1] == keys[middle - 1]:
             low = middle
         else:
             high = middle

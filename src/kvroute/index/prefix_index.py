@@ -82,9 +82,9 @@ def cause_and_fix(reason: TrustReason | str | None, note: str = "") -> str:
 
     `note` says more about this worker.
     """
-    text = _CAUSES_AND_FIXES.get(TrustReason(reason), "") if reason in _REASONS else ""
-    text = ": ".join(part for part in (note, text) if part)
-    return f" ({text})" if text else ""
+    explanation = _CAUSES_AND_FIXES.get(TrustReason(reason), "") if reason in _REASONS else ""
+    explanation = ": ".join(text for text in (note, explanation) if text)
+    return f" ({explanation})" if explanation else ""
 
 
 _REASONS: Final = frozenset(TrustReason)
@@ -117,7 +117,7 @@ class IndexSize(NamedTuple):
 
     blocks: int
     """Different blocks."""
-    held: int
+    held_blocks: int
     """Blocks summed over holders."""
     runs: int
     dropped: int
@@ -165,8 +165,8 @@ class PrefixIndex:
         self._has_slower_tiers = False
         """Whether any slot has a holder in L1 or L2."""
         self._dropped = 0
-        self._held = 0
-        self._known_room = 0
+        self._held_blocks = 0
+        self._least_room = 0
         """A lower bound of the number of blocks that still fit."""
         self.groups = GroupIndex(max_blocks)
         """The further KV cache groups of slots with several. For reading."""
@@ -185,17 +185,17 @@ class PrefixIndex:
 
     def detach(self, slot: int, holder: Holder) -> None:
         """Undo `attach`."""
-        known = self._slots.get(slot)
-        if known is not None and holder in known.holders[holder.tier]:
-            known.holders[holder.tier].remove(holder)
+        slot_holders = self._slots.get(slot)
+        if slot_holders is not None and holder in slot_holders.holders[holder.tier]:
+            slot_holders.holders[holder.tier].remove(holder)
             self._map_gpu_lanes()
 
     def forget(self, slot: int) -> None:
         """Remove the slot and the blocks of its own holders, in constant time; `sweep` returns the memory."""
-        known = self._slots.pop(slot, None)
-        if known is None:
+        slot_holders = self._slots.pop(slot, None)
+        if slot_holders is None:
             return
-        for holders in known.holders.values():
+        for holders in slot_holders.holders.values():
             for holder in holders:
                 if not holder.shared:
                     self.clear(holder)
@@ -221,12 +221,12 @@ class PrefixIndex:
             bit = holder.lanes[stride] = table.open_lane()
             self._map_gpu_lanes()
         room = self._max_blocks
-        for each in self._tables.values():
-            room -= each.blocks
+        for other_table in self._tables.values():
+            room -= other_table.blocks
         done, new = table.store(bit, parent, keys, room)
-        self._known_room = room - done
+        self._least_room = room - done
         holder.blocks += new
-        self._held += new
+        self._held_blocks += new
         self._dropped += len(keys) - done
         return done
 
@@ -237,10 +237,10 @@ class PrefixIndex:
         About a third of the cost of `store` when a sequence grows at its end.
         """
         bit = holder.lanes.get(stride)
-        if bit is not None and self._known_room > 0 and self._tables[stride].append(bit, parent, key):
-            self._known_room -= 1
+        if bit is not None and self._least_room > 0 and self._tables[stride].append(bit, parent, key):
+            self._least_room -= 1
             holder.blocks += 1
-            self._held += 1
+            self._held_blocks += 1
             return True
         return self.store(holder, stride * KEY_TOKENS, parent, (key,)) == 1
 
@@ -260,7 +260,7 @@ class PrefixIndex:
         for stride, bit in holder.lanes.items():
             if self._tables[stride].remove(bit, key):
                 holder.blocks -= 1
-                self._held -= 1
+                self._held_blocks -= 1
                 return True
         return False
 
@@ -268,7 +268,7 @@ class PrefixIndex:
         """`holder` has no blocks any more. Takes constant time; `sweep` returns the memory."""
         for stride, bit in holder.lanes.items():
             self._tables[stride].close_lane(bit)
-        self._held -= holder.blocks
+        self._held_blocks -= holder.blocks
         holder.blocks = 0
         if holder.lanes:
             holder.lanes = {}
@@ -312,8 +312,12 @@ class PrefixIndex:
 
     def unit(self, slot: int) -> int:
         """Tokens in the unit of hits in the slot's GPU memory; 0 while it has none."""
-        known = self._slots.get(slot)
-        strides = [max(each.lanes) for each in known.holders[Tier.GPU] if each.lanes] if known else []
+        slot_holders = self._slots.get(slot)
+        strides = (
+            [max(holder.lanes) for holder in slot_holders.holders[Tier.GPU] if holder.lanes]
+            if slot_holders
+            else []
+        )
         groups = self.groups.slots.get(slot)
         if groups is not None:
             return groups.unit
@@ -337,9 +341,9 @@ class PrefixIndex:
             self._limit(keys, gpu, end_key, others)
         spans = _PromptSpans(self._tables, keys)
         matches: dict[int, TierMatch] = {}
-        for slot, known in self._slots.items():
+        for slot, slot_holders in self._slots.items():
             start = gpu.get(slot, 0)
-            slower = known.holders[Tier.L1], known.holders[Tier.L2]
+            slower = slot_holders.holders[Tier.L1], slot_holders.holders[Tier.L2]
             if slower[0] or slower[1]:
                 l1, l2 = _reach(spans, start, *slower)
             else:
@@ -376,7 +380,7 @@ class PrefixIndex:
     ) -> None:
         """Limit what the runs show to what the engines can use of it: `gpu` is slot -> leading tokens."""
         groups, drops, most = self.groups.slots, self.drops, len(keys) * KEY_TOKENS
-        for slot in [each for each in gpu if each in groups or each in drops]:
+        for slot in [slot for slot in gpu if slot in groups or slot in drops]:
             whole, further, dropped = gpu[slot], groups.get(slot), slot in drops
             if further is None or not further.rules:
                 gpu[slot] = max(0, whole - self.unit(slot))
@@ -409,14 +413,14 @@ class PrefixIndex:
         `tokens` is at least 1. One lookup if the last block is missing; else as `match`, but of this slot
         only.
         """
-        known = self._slots.get(slot)
-        for holder in known.holders[Tier.GPU] if known is not None else ():
+        slot_holders = self._slots.get(slot)
+        for holder in slot_holders.holders[Tier.GPU] if slot_holders is not None else ():
             for stride, bit in holder.lanes.items():
                 end, table = -(-tokens // (stride * KEY_TOKENS)) * stride, self._tables[stride]
                 if end <= len(keys) and table.has(bit, keys[end - 1]):
-                    found: dict[int, int] = {}
-                    _GpuLanes(table, {bit: (slot,)}).match(keys[:end], found)
-                    if found.get(slot, 0) >= tokens:
+                    matched: dict[int, int] = {}
+                    _GpuLanes(table, {bit: (slot,)}).match(keys[:end], matched)
+                    if matched.get(slot, 0) >= tokens:
                         return True
         return False
 
@@ -425,9 +429,9 @@ class PrefixIndex:
 
         One lookup for each block size of the slot.
         """
-        known = self._slots.get(slot)
+        slot_holders = self._slots.get(slot)
         whole = False
-        for holder in known.holders[Tier.GPU] if known is not None else ():
+        for holder in slot_holders.holders[Tier.GPU] if slot_holders is not None else ():
             for stride, bit in holder.lanes.items():
                 if end := len(keys) // stride * stride:
                     if self._tables[stride].has(bit, keys[end - 1]):
@@ -439,7 +443,7 @@ class PrefixIndex:
         blocks = self._blocks()
         runs = sum(len(table.runs) for table in self._tables.values())
         size = blocks * _BLOCK_BYTES + runs * _RUN_BYTES + self.groups.blocks * _GROUP_BLOCK_BYTES
-        return IndexSize(blocks, self._held, runs, self._dropped, size)
+        return IndexSize(blocks, self._held_blocks, runs, self._dropped, size)
 
     def _blocks(self) -> int:
         return sum(table.blocks for table in self._tables.values())
@@ -447,17 +451,23 @@ class PrefixIndex:
     def _map_gpu_lanes(self) -> None:
         """Rebuild `_gpu_lanes` after a change of holders or lanes."""
         for slot, groups in self.groups.slots.items():
-            known = self._slots.get(slot)
-            strides = [max(each.lanes) for each in known.holders[Tier.GPU] if each.lanes] if known else []
+            slot_holders = self._slots.get(slot)
+            strides = (
+                [max(holder.lanes) for holder in slot_holders.holders[Tier.GPU] if holder.lanes]
+                if slot_holders
+                else []
+            )
             if strides:
                 groups.set_whole_tokens(max(strides) * KEY_TOKENS)
         by_stride: dict[int, dict[int, list[int]]] = {}
         has_slower_tiers = False
-        for slot, known in self._slots.items():
-            for holder in known.holders[Tier.GPU]:
+        for slot, slot_holders in self._slots.items():
+            for holder in slot_holders.holders[Tier.GPU]:
                 for stride, bit in holder.lanes.items():
                     by_stride.setdefault(stride, {}).setdefault(bit, []).append(slot)
-            has_slower_tiers = has_slower_tiers or bool(known.holders[Tier.L1] or known.holders[Tier.L2])
+            has_slower_tiers = has_slower_tiers or bool(
+                slot_holders.holders[Tier.L1] or slot_holders.holders[Tier.L2]
+            )
         self._gpu_lanes = [_GpuLanes(self._tables[stride], slots) for stride, slots in by_stride.items()]
         self._has_slower_tiers = has_slower_tiers
 
@@ -494,12 +504,12 @@ class _GpuLanes:
                 alive = still
                 if not alive:
                     return
-            known = run.keys
-            if known[0] == key:
-                size = len(known)
+            run_keys = run.keys
+            if run_keys[0] == key:
+                size = len(run_keys)
                 if size > total - position:
                     size = total - position
-                if known[size - 1] == ends[position + size - 1]:
+                if run_keys[size - 1] == ends[position + size - 1]:
                     position += size
                     continue
             position += run.common(run.offset(key), ends, position)
@@ -523,14 +533,14 @@ class _PromptSpans:
     def __init__(self, tables: dict[int, RunTable], keys: Sequence[BlockKey]) -> None:
         self._tables = tables
         self._keys = keys
-        self._found: dict[int, _TableSpans] = {}
+        self._spans_by_stride: dict[int, _TableSpans] = {}
 
     def of(self, stride: int) -> _TableSpans:
-        found = self._found.get(stride)
-        if found is None:
+        spans = self._spans_by_stride.get(stride)
+        if spans is None:
             ends = self._keys if stride == 1 else self._keys[stride - 1 :: stride]
-            found = self._found[stride] = _TableSpans(self._tables[stride], ends)
-        return found
+            spans = self._spans_by_stride[stride] = _TableSpans(self._tables[stride], ends)
+        return spans
 
 
 class _TableSpans:
@@ -586,7 +596,7 @@ def _reach(spans: _PromptSpans, start: int, l1: Sequence[Holder], l2: Sequence[H
 
     Slower tiers are read in whole blocks: of a block that contains `start`, the tokens after `start` count.
     """
-    end, found = start, [0, 0]
+    end, matched = start, [0, 0]
     moved = True
     while moved:
         moved = False
@@ -599,8 +609,8 @@ def _reach(spans: _PromptSpans, start: int, l1: Sequence[Holder], l2: Sequence[H
                     if position < len(table):
                         stop = table.reach(bit, position, one_span=tier == 1)
                         if stop > position:
-                            found[tier] += stop * tokens - end
+                            matched[tier] += stop * tokens - end
                             end, moved = stop * tokens, True
             if moved:
                 break
-    return found[0], found[1]
+    return matched[0], matched[1]

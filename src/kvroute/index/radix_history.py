@@ -16,9 +16,9 @@ class TreeEdge:
     """An edge of the tree: consecutive keys with no branch between them.
 
     At least one worker holds the whole edge. `full` is the bitmask of these workers; the other workers in
-    `holds` hold a leading part. A worker that holds any block of a child holds this edge in full. `depths` is
-    a cache: for each holder the keys from the root to the end of its part. It is replaced, never changed,
-    because `match` returns it.
+    `holds` hold its leading keys. A worker that holds any block of a child holds this edge in full. `depths`
+    is a cache: for each holder the keys from the root to the last one that it holds. It is replaced, never
+    changed, because `match` returns it.
     """
 
     __slots__ = ("begin", "children", "depths", "full", "holds", "keys", "last", "parent")
@@ -51,15 +51,15 @@ class TreeEdge:
 class Hold:
     """One worker's leading `blocks` of one edge. Mutable: its `RadixHistory` changes it.
 
-    `before` is the worker's hold of the parent edge. Unpinned holds form the part's eviction queue.
+    `parent` is the worker's hold of the parent edge. Unpinned holds form the worker's eviction queue.
     """
 
-    __slots__ = ("before", "blocks", "edge", "newer", "older", "pins")
+    __slots__ = ("blocks", "edge", "newer", "older", "parent", "pins")
 
     edge: TreeEdge
 
     def __init__(self) -> None:
-        self.before: Hold | None = None
+        self.parent: Hold | None = None
         self.blocks = 0
         self.pins = 0
         self.older = self
@@ -102,7 +102,7 @@ def workers_holding_all(edge: TreeEdge) -> int:
 _PathEnd: TypeAlias = tuple[TreeEdge | None, TreeEdge | None, int, int]
 
 
-class _RadixPart(HistoryShare):
+class _RadixShare(HistoryShare):
     __slots__ = ("bit", "edges", "free", "is_forgotten")
 
     def __init__(self, worker: int, capacity_blocks: int) -> None:
@@ -131,7 +131,7 @@ class RadixHistory:
         self._heads: dict[int, TreeEdge] = {}
         self._ends: dict[int, TreeEdge] = {}
         """Edges by their last key."""
-        self.parts: dict[int, _RadixPart] = {}
+        self.shares: dict[int, _RadixShare] = {}
         self._matched_keys: Sequence[BlockKey] | None = None
         self._matched: _PathEnd = None, None, 0, 0
         """The path end that the last `match` found. `acquire` for the same keys reuses it until an edge
@@ -143,70 +143,70 @@ class RadixHistory:
         except IndexError:  # a prompt shorter than a block
             return {}
         self._matched_keys = keys
-        held: Mapping[int, int]
+        depths: Mapping[int, int]
         if edge is not None:
             self._matched = edge, None, 0, 0
-            held = edge.depths or edge.compute_depths()
+            depths = edge.depths or edge.compute_depths()
             edge = edge.parent
         else:
             edge, beyond, shared, _ = self._matched = self._descend(keys)
-            held = {} if beyond is None else beyond.depths_within(shared)
-        known = len(held)
+            depths = {} if beyond is None else beyond.depths_within(shared)
+        holders = len(depths)
         # Towards the root: a worker that holds an edge holds all edges before it. A worker that appears first
         # at this edge holds nothing beyond it.
         while edge is not None:
-            if len(edge.holds) != known:
-                depths = edge.depths or edge.compute_depths()
-                held = {**depths, **held} if known else depths
-                known = len(held)
+            if len(edge.holds) != holders:
+                edge_depths = edge.depths or edge.compute_depths()
+                depths = {**edge_depths, **depths} if holders else edge_depths
+                holders = len(depths)
             edge = edge.parent
-        return held
+        return depths
 
     def acquire(self, worker: int, keys: Sequence[BlockKey], extended: Hold | None = None) -> _RadixPinned:
         """See `RouteHistory.acquire`. `extended` is the end of the pinned blocks that the new ones will
         replace."""
-        part = self.parts.get(worker)
-        if part is None:
-            part = self._own_part(worker)
+        share = self.shares.get(worker)
+        if share is None:
+            share = self._share(worker)
         last, beyond, shared, end = self._matched if keys is self._matched_keys else self._find_end(keys)
         self._matched_keys = None
         if beyond is not None:
             last = self._split(beyond, shared)
         new_blocks, final = 0, None
         if last is not None:
-            if last.full & part.bit:
+            if last.full & share.bit:
                 final = last.holds[worker]
             else:
-                final, new_blocks = self._hold_path(part, last)
+                final, new_blocks = self._hold_path(share, last)
             hold: Hold | None = final
             while hold is not None:
                 pins = hold.pins
                 if not pins:
-                    part.active_blocks += hold.blocks
+                    share.active_blocks += hold.blocks
                     # `hold.unlink()`, inlined: every request runs this.
                     older, newer = hold.older, hold.newer
                     older.newer = newer
                     newer.older = older
                 hold.pins = pins + 1
-                hold = hold.before
+                hold = hold.parent
         if end:
-            final, added = self._append(part, keys, final, end, extended)
+            final, added = self._append(share, keys, final, end, extended)
             new_blocks += added
         if new_blocks:
-            part.blocks += new_blocks
-            if part.blocks > part.capacity_blocks:
-                self._evict_excess(part)
-        return _RadixPinned(self, part, final, new_blocks)
+            share.blocks += new_blocks
+            if share.blocks > share.capacity_blocks:
+                self._evict_excess(share)
+        return _RadixPinned(self, share, final, new_blocks)
 
     def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
-        part, ends, missing = self.parts.get(worker), self._ends, list[int]()
-        if part is None:
+        share, ends, missing = self.shares.get(worker), self._ends, list[int]()
+        if share is None:
             return range(len(lasts))
-        bit, queue = part.bit, part.free
-        for place, last in enumerate(lasts):
+        bit, queue = share.bit, share.free
+        for position, last in enumerate(lasts):
             edge = ends.get(last)
             if edge is None or not edge.full & bit:
-                missing.append(place)
+                missing.append(position)
                 continue
             hold: Hold | None = edge.holds[worker]
             while hold is not None:
@@ -218,62 +218,62 @@ class RadixHistory:
                     hold.older = newest = queue.older
                     hold.newer = queue
                     newest.newer = queue.older = hold
-                hold = hold.before
+                hold = hold.parent
         return missing
 
-    def part(self, worker: int) -> HistoryShare:
-        return self.parts.get(worker) or self._own_part(worker)
+    def share(self, worker: int) -> HistoryShare:
+        return self.shares.get(worker) or self._share(worker)
 
     def set_capacity(self, worker: int, blocks: int) -> None:
-        part = self._own_part(worker)
-        part.capacity_blocks = blocks
-        self._evict_excess(part)
+        share = self._share(worker)
+        share.capacity_blocks = blocks
+        self._evict_excess(share)
 
     def forget(self, worker: int) -> None:
-        part = self.parts.pop(worker, None)
-        if part is None:
+        share = self.shares.pop(worker, None)
+        if share is None:
             return
-        part.is_forgotten = True
-        self.parts[worker] = _RadixPart(worker, part.capacity_blocks)
-        for edge in part.edges:
+        share.is_forgotten = True
+        self.shares[worker] = _RadixShare(worker, share.capacity_blocks)
+        for edge in share.edges:
             del edge.holds[worker]
-            self._shorten(edge, part.bit)
+            self._shorten(edge, share.bit)
 
     def recent(self, worker: int, most_blocks: int) -> list[Sequence[BlockKey]]:
-        part, found = self.parts.get(worker), list[Sequence[BlockKey]]()
-        if part is None:
-            return found
+        share, prompts = self.shares.get(worker), list[Sequence[BlockKey]]()
+        if share is None:
+            return prompts
         # The prompts that end in a child include this edge.
-        inner = {edge.parent for edge in part.edges}
-        hold = part.free.older
-        while hold is not part.free:
+        inner = {edge.parent for edge in share.edges}
+        hold = share.free.older
+        while hold is not share.free:
             if hold.edge not in inner:
                 keys = array("Q", hold.edge.keys[: hold.blocks])
-                before = hold.edge.parent
-                while before is not None:
-                    keys = before.keys + keys
-                    before = before.parent
+                ancestor = hold.edge.parent
+                while ancestor is not None:
+                    keys = ancestor.keys + keys
+                    ancestor = ancestor.parent
                 most_blocks -= len(keys)
                 if most_blocks < 0:
                     break
-                found.append(keys)  # type: ignore[arg-type]
+                prompts.append(keys)  # type: ignore[arg-type]
             hold = hold.older
-        return found[::-1]
+        return prompts[::-1]
 
     def size(self) -> HistorySize:
         edges = self._heads.values()
         blocks = sum(len(edge.keys) for edge in edges)
         holds = sum(len(edge.holds) for edge in edges)
-        tracked = sum(part.blocks for part in self.parts.values())
+        tracked = sum(share.blocks for share in self.shares.values())
         # Measured with sys.getsizeof, in bytes: 8 a key; an edge with its array and dicts about 650; a hold
         # 150.
         return HistorySize(blocks, tracked, 8 * blocks + 650 * len(self._heads) + 150 * holds)
 
-    def _own_part(self, worker: int) -> _RadixPart:
-        part = self.parts.get(worker)
-        if part is None:
-            part = self.parts[worker] = _RadixPart(worker, self._default_capacity)
-        return part
+    def _share(self, worker: int) -> _RadixShare:
+        share = self.shares.get(worker)
+        if share is None:
+            share = self.shares[worker] = _RadixShare(worker, self._default_capacity)
+        return share
 
     def _find_end(self, keys: Sequence[BlockKey]) -> _PathEnd:
         """The end of the path of `keys`: (last full edge, partly shared edge after it, keys shared with that,
@@ -303,10 +303,10 @@ class RadixHistory:
             pos = after
         return whole, None, 0, end
 
-    def _hold_path(self, part: _RadixPart, edge: TreeEdge) -> tuple[Hold, int]:
+    def _hold_path(self, share: _RadixShare, edge: TreeEdge) -> tuple[Hold, int]:
         """Hold `edge` and all edges before it in full. Returns the hold of `edge`, and how many blocks are
         new."""
-        worker, bit, new_blocks = part.worker, part.bit, 0
+        worker, bit, new_blocks = share.worker, share.bit, 0
         final: Hold | None = None
         child: Hold | None = None
         upwards: TreeEdge | None = edge
@@ -314,7 +314,7 @@ class RadixHistory:
             if upwards.full & bit:
                 hold = upwards.holds[worker]
             else:
-                hold, size = upwards.holds.get(worker) or self._hold(part, upwards), len(upwards.keys)
+                hold, size = upwards.holds.get(worker) or self._hold(share, upwards), len(upwards.keys)
                 new_blocks += size - hold.blocks
                 hold.blocks = size
                 upwards.full |= bit
@@ -322,15 +322,15 @@ class RadixHistory:
             if child is None:
                 final = hold
             else:
-                if child.before is hold:
+                if child.parent is hold:
                     break
-                child.before = hold
+                child.parent = hold
             child, upwards = hold, upwards.parent
         assert final is not None
         return final, new_blocks
 
     def _append(
-        self, part: _RadixPart, keys: Sequence[BlockKey], hold: Hold | None, end: int, extended: Hold | None
+        self, share: _RadixShare, keys: Sequence[BlockKey], hold: Hold | None, end: int, extended: Hold | None
     ) -> tuple[Hold | None, int]:
         """Extend the pinned `hold` with the rest of `keys` (`end` is their number) and pin it.
 
@@ -342,8 +342,8 @@ class RadixHistory:
             return hold, 0
         added = end - pos
         fresh = array("Q", keys[pos:])
-        own_pins = 2 if hold is extended else 1
-        if hold and last and not last.children and len(last.holds) == 1 and hold.pins == own_pins:
+        expected_pins = 2 if hold is extended else 1
+        if hold and last and not last.children and len(last.holds) == 1 and hold.pins == expected_pins:
             # Only this worker holds the edge and only this request pins it: extend the edge, so that a
             # conversation does not become a chain with one edge per turn.
             del self._ends[last.last]
@@ -355,19 +355,19 @@ class RadixHistory:
             if last:
                 last.children += 1
             last = self._heads[fresh[0]] = TreeEdge(fresh, last)
-            last.full = part.bit
-            before, hold = hold, self._hold(part, last)
-            hold.before = before
+            last.full = share.bit
+            parent_hold, hold = hold, self._hold(share, last)
+            hold.parent = parent_hold
             hold.blocks = added
             hold.pins = 1
         self._ends[last.last] = last
-        part.active_blocks += added
+        share.active_blocks += added
         return hold, added
 
-    def _hold(self, part: _RadixPart, edge: TreeEdge) -> Hold:
-        hold = edge.holds[part.worker] = Hold()
+    def _hold(self, share: _RadixShare, edge: TreeEdge) -> Hold:
+        hold = edge.holds[share.worker] = Hold()
         hold.edge = edge
-        part.edges.add(edge)
+        share.edges.add(edge)
         return hold
 
     def _split(self, edge: TreeEdge, size: int) -> TreeEdge:
@@ -382,43 +382,43 @@ class RadixHistory:
         self._heads[head.keys[0]] = self._ends[head.last] = head
         self._heads[edge.keys[0]] = edge
         for worker, hold in list(edge.holds.items()):
-            part = self.parts[worker]
+            share = self.shares[worker]
             if hold.blocks <= size:
                 del edge.holds[worker]
-                part.edges.remove(edge)
-                part.edges.add(head)
+                share.edges.remove(edge)
+                share.edges.add(head)
                 head.holds[worker] = hold
                 hold.edge = head
             else:
-                front = self._hold(part, head)
+                front = self._hold(share, head)
                 front.blocks = size
                 front.pins = hold.pins
-                front.before = hold.before
-                hold.before = front
+                front.parent = hold.parent
+                hold.parent = front
                 hold.blocks -= size
                 if not hold.pins:
                     front.link_before(hold.newer)  # the tail is evicted first
         head.full = workers_holding_all(head)
         return head
 
-    def _evict_excess(self, part: _RadixPart) -> None:
-        """Evict unpinned blocks until the part fits its capacity."""
-        excess = part.blocks - part.capacity_blocks
+    def _evict_excess(self, share: _RadixShare) -> None:
+        """Evict unpinned blocks until the share fits its capacity."""
+        excess = share.blocks - share.capacity_blocks
         while excess > 0:
-            hold = part.free.newer
-            if hold is part.free:
+            hold = share.free.newer
+            if hold is share.free:
                 return
             edge = hold.edge
             taken = min(excess, hold.blocks)
             hold.blocks -= taken
-            part.blocks -= taken
-            part.evicted_blocks += taken
+            share.blocks -= taken
+            share.evicted_blocks += taken
             excess -= taken
             if not hold.blocks:
                 hold.unlink()
-                del edge.holds[part.worker]
-                part.edges.remove(edge)
-            self._shorten(edge, part.bit)
+                del edge.holds[share.worker]
+                share.edges.remove(edge)
+            self._shorten(edge, share.bit)
 
     def _shorten(self, edge: TreeEdge, bit: int) -> None:
         """Drop the keys of `edge` that no worker holds, after the hold of worker `bit` was removed or
@@ -445,39 +445,39 @@ class _RadixPinned(Struct, eq=False, gc=False):
     """Implements `PinnedBlocks`. Mutable: `extend` and `release`."""
 
     _history: RadixHistory
-    _part: _RadixPart | None
+    _share: _RadixShare | None
     _end: Hold | None
     new_blocks: int
 
     def extend(self, keys: Sequence[BlockKey]) -> None:
-        part, history = self._part, self._history
-        if part is None or part.is_forgotten:
+        share, history = self._share, self._history
+        if share is None or share.is_forgotten:
             return
-        before = _RadixPinned(history, part, self._end, 0)
-        after = history.acquire(part.worker, keys, self._end)
-        self._end = after._end
-        self.new_blocks += after.new_blocks
-        before.release()
+        replaced = _RadixPinned(history, share, self._end, 0)
+        extended = history.acquire(share.worker, keys, self._end)
+        self._end = extended._end
+        self.new_blocks += extended.new_blocks
+        replaced.release()
 
     def release(self) -> None:
-        part = self._part
-        if part is None:
+        share = self._share
+        if share is None:
             return
-        self._part = None
-        if part.is_forgotten:
+        self._share = None
+        if share.is_forgotten:
             return
-        queue, hold = part.free, self._end
+        queue, hold = share.free, self._end
         newest = queue.older
         while hold is not None:
             pins = hold.pins = hold.pins - 1
             if not pins:
-                part.active_blocks -= hold.blocks
+                share.active_blocks -= hold.blocks
                 # `hold.link_before(queue)`, inlined; the queue is closed after the last hold.
                 hold.older = newest
                 newest.newer = hold
                 newest = hold
-            hold = hold.before
+            hold = hold.parent
         newest.newer = queue
         queue.older = newest
-        if part.blocks > part.capacity_blocks:
-            self._history._evict_excess(part)
+        if share.blocks > share.capacity_blocks:
+            self._history._evict_excess(share)

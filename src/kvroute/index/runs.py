@@ -144,15 +144,17 @@ class RunTable:
         are more, fewer keys are done.
         """
         position, total, newly_set = 0, len(keys), 0
-        left = None if parent is None else self.find(parent)
-        if left is not None and left.keys[-1] != parent:
-            left = self._detach_tail(left, bit, parent) if total and self.find(keys[0]) is None else None
+        predecessor = None if parent is None else self.find(parent)
+        if predecessor is not None and predecessor.keys[-1] != parent:
+            predecessor = (
+                self._detach_tail(predecessor, bit, parent) if total and self.find(keys[0]) is None else None
+            )
         while position < total:
             run = self.find(keys[position])
             if run is None:
                 if room <= 0:
                     break
-                left, count = self._add_new(left, bit, keys, position, room)
+                predecessor, count = self._add_new(predecessor, bit, keys, position, room)
                 room -= count
                 newly_set += count
                 position += count
@@ -160,12 +162,12 @@ class RunTable:
             offset = run.offset(keys[position])
             count = run.common(offset, keys, position)
             if run.mask & bit:
-                left = run if offset + count == len(run.keys) else None
+                predecessor = run if offset + count == len(run.keys) else None
             else:
-                piece = self._cut(run, offset, offset + count, left)
+                piece = self._cut(run, offset, offset + count, predecessor)
                 piece.mask = piece.mask & self.live | bit
                 newly_set += count
-                left = self._join(left, piece)
+                predecessor = self._join(predecessor, piece)
             position += count
         return position, newly_set
 
@@ -220,20 +222,20 @@ class RunTable:
         if offset == len(keys) - 1:
             self._change_last(run, mask)
             return True
-        rest = self._new(keys[offset + 1 :], run.mask & self.live)
-        rest.next = run.next
+        tail = self._new(keys[offset + 1 :], run.mask & self.live)
+        tail.next = run.next
         run.next = 0
         if offset:
             del keys[offset + 1 :]
             self._change_last(run, mask)
             if mask:
-                self.runs[run.next].next = rest.id
+                self.runs[run.next].next = tail.id
             return True
         # The first block keeps the run's id, because the run before it may refer to that id.
         del keys[1:]
         run.mask = mask
         if mask:
-            run.next = rest.id
+            run.next = tail.id
         else:
             self._delete(run)
         return True
@@ -271,22 +273,26 @@ class RunTable:
         return run
 
     def _add_new(
-        self, left: BlockRun | None, bit: int, keys: Sequence[int], position: int, room: int
+        self, predecessor: BlockRun | None, bit: int, keys: Sequence[int], position: int, room: int
     ) -> tuple[BlockRun, int]:
-        """Append new keys from `position` on to `left`, or to a new run, until a key is known or the run is
-        full.
+        """Append new keys from `position` on to `predecessor`, or to a new run, until a key is known or the
+        run is full.
 
         Returns the run and how many keys were added.
         """
-        if left is not None and left.mask & self.live == bit and len(left.keys) < RUN_BLOCKS:
-            run = left
+        if (
+            predecessor is not None
+            and predecessor.mask & self.live == bit
+            and len(predecessor.keys) < RUN_BLOCKS
+        ):
+            run = predecessor
             run.mask = bit
             run.next = 0
         else:
             self._last_id += 1
             run = self.runs[self._last_id] = BlockRun(self._last_id, array("Q"), bit)
-            if left is not None:
-                left.next = run.id
+            if predecessor is not None:
+                predecessor.next = run.id
         run_id, run_ids = run.id, self._run_ids
         stop = min(len(keys), position + min(room, RUN_BLOCKS - len(run.keys)))
         added = keys[position:stop]
@@ -311,47 +317,47 @@ class RunTable:
         for key in keys:
             run_ids[key & _MASK][key] = run_id
 
-    def _cut(self, run: BlockRun, start: int, stop: int, left: BlockRun | None) -> BlockRun:
+    def _cut(self, run: BlockRun, start: int, stop: int, predecessor: BlockRun | None) -> BlockRun:
         """Move the blocks from `start` to `stop` of `run` into a run of their own, and return that run.
 
-        `left` is the run that ends just before `start`, if known and another run than `run`.
+        `predecessor` is the run that ends just before `start`, if known and another run than `run`.
         """
         keys = run.keys
         if stop < len(keys):
-            if left is not None and not start and stop <= len(keys) // 2:
-                # The longer part keeps the id, so fewer blocks move. Only `left` can refer to it.
+            if predecessor is not None and not start and stop <= len(keys) // 2:
+                # The longer part keeps the id, so fewer blocks move. Only `predecessor` can refer to it.
                 piece = self._new(keys[:stop], run.mask)
                 del keys[:stop]
                 piece.next = run.id
-                left.next = piece.id
+                predecessor.next = piece.id
                 return piece
             self._split_at(run, stop)
         return self._split_at(run, start) if start else run
 
     def _split_at(self, run: BlockRun, start: int) -> BlockRun:
         """Move the blocks of `run` from `start` on into a new run after it, and return that run."""
-        rest = self._new(run.keys[start:], run.mask)
-        rest.next = run.next
-        run.next = rest.id
+        tail = self._new(run.keys[start:], run.mask)
+        tail.next = run.next
+        run.next = tail.id
         del run.keys[start:]
-        return rest
+        return tail
 
-    def _join(self, left: BlockRun | None, piece: BlockRun) -> BlockRun:
-        """Append `piece` to `left` if they may be one run. Returns the run that has the blocks of `piece`."""
+    def _join(self, predecessor: BlockRun | None, piece: BlockRun) -> BlockRun:
+        """Append `piece` to `predecessor` if they may be one run. Returns the run that has its blocks."""
         if (
-            left is None
-            or left.mask & self.live != piece.mask
-            or len(left.keys) + len(piece.keys) > RUN_BLOCKS
+            predecessor is None
+            or predecessor.mask & self.live != piece.mask
+            or len(predecessor.keys) + len(piece.keys) > RUN_BLOCKS
         ):
-            if left is not None:
-                left.next = piece.id
+            if predecessor is not None:
+                predecessor.next = piece.id
             return piece
-        left.keys.extend(piece.keys)
-        left.mask = piece.mask
-        left.next = piece.next
-        self._set_run_of(piece.keys, left.id)
+        predecessor.keys.extend(piece.keys)
+        predecessor.mask = piece.mask
+        predecessor.next = piece.next
+        self._set_run_of(piece.keys, predecessor.id)
         del self.runs[piece.id]
-        return left
+        return predecessor
 
     def _delete(self, run: BlockRun) -> None:
         run_ids = self._run_ids

@@ -130,7 +130,7 @@ class _End(msgspec.Struct, frozen=True):
     frames: int
 
 
-Part: TypeAlias = Runs | Blocks | Copies | GroupBlocks
+SnapshotPiece: TypeAlias = Runs | Blocks | Copies | GroupBlocks
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_head: Final = msgspec.msgpack.Decoder(StreamHead).decode
 _decode_runs: Final = msgspec.msgpack.Decoder(_Runs).decode
@@ -140,25 +140,27 @@ _decode_group: Final = msgspec.msgpack.Decoder(GroupBlocks).decode
 _decode_end: Final = msgspec.msgpack.Decoder(_End).decode
 
 
-def encode(part: StreamHead | Part) -> bytes:
+def encode(message: StreamHead | SnapshotPiece) -> bytes:
     """Encode one frame. About 0.1 us a block."""
-    if isinstance(part, Runs):
+    if isinstance(message, Runs):
         keys = array("Q")
-        for run in part.runs:
+        for run in message.runs:
             keys.extend(run)
-        lengths = [len(run) for run in part.runs]
-        return _framed(FrameKind.RUNS, _Runs(part.tier, part.stride, lengths, keys.tobytes()))
-    if isinstance(part, Blocks):
+        lengths = [len(run) for run in message.runs]
+        return _framed(FrameKind.RUNS, _Runs(message.tier, message.stride, lengths, keys.tobytes()))
+    if isinstance(message, Blocks):
         packed, hashes = b"", []
         try:
-            packed = array("Q", part.hashes).tobytes()  # type: ignore[type-var]
+            packed = array("Q", message.hashes).tobytes()  # type: ignore[type-var]
         except (TypeError, OverflowError):
-            hashes = list(part.hashes)
-        keys = array("Q", part.keys)
-        return _framed(FrameKind.BLOCKS, _Blocks(part.tier, part.stride, packed, hashes, keys.tobytes()))
-    if isinstance(part, GroupBlocks):
-        return _framed(FrameKind.GROUP, part)
-    return _framed(FrameKind.COPIES if isinstance(part, Copies) else FrameKind.STREAM, part)
+            hashes = list(message.hashes)
+        keys = array("Q", message.keys)
+        return _framed(
+            FrameKind.BLOCKS, _Blocks(message.tier, message.stride, packed, hashes, keys.tobytes())
+        )
+    if isinstance(message, GroupBlocks):
+        return _framed(FrameKind.GROUP, message)
+    return _framed(FrameKind.COPIES if isinstance(message, Copies) else FrameKind.STREAM, message)
 
 
 def encode_end(frames: int) -> bytes:
@@ -200,7 +202,7 @@ def split(data: bytes) -> list[tuple[StreamHead, list[Frame]]]:
     raise WireError("a damaged or truncated snapshot")
 
 
-def decode(frame: Frame) -> Part:
+def decode(frame: Frame) -> SnapshotPiece:
     """Decode a frame of a stream. Raises WireError."""
     try:
         if frame.kind is FrameKind.RUNS:
@@ -226,8 +228,8 @@ def decode(frame: Frame) -> Part:
     raise WireError("a damaged snapshot")
 
 
-def _framed(kind: FrameKind, part: msgspec.Struct) -> bytes:
-    payload = _encode(part)
+def _framed(kind: FrameKind, message: msgspec.Struct) -> bytes:
+    payload = _encode(message)
     return _FRAME.pack(kind, len(payload), _checksum(kind, payload)) + payload
 
 
@@ -290,18 +292,18 @@ class CopyableChunkIndex(ChunkIndex):
             if entry in skipped:
                 continue
             shard = shards[entry & SHARD_MASK]
-            known = shard.get(entry)
-            if known is None:
+            old_mask = shard.get(entry)
+            if old_mask is None:
                 if self._chunks >= self._max_chunks:
                     self._dropped += 1
                     continue
                 self._chunks += 1
-            before = (known or 0) & live
-            mask = before | bits
-            if mask != known:
+            live_mask = (old_mask or 0) & live
+            mask = live_mask | bits
+            if mask != old_mask:
                 shard[entry] = masks.setdefault(mask, mask)
-            if mask != before:
+            if mask != live_mask:
                 for holder in holders:
-                    if not before & holder.bit:
+                    if not live_mask & holder.bit:
                         holder.chunks += 1
-                        self._held += 1
+                        self._held_chunks += 1

@@ -126,7 +126,7 @@ class Attempts(Struct, eq=False):
         now = deps.now() if tried else query.now
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
-        record.held = candidate.held
+        record.held = candidate.match
         record.attempts = tried + 1
         # Sent before it is accounted: the worker can read meanwhile. No other decision comes in between.
         self._send(candidate, listener)
@@ -149,7 +149,7 @@ class Attempts(Struct, eq=False):
 
         `is_leg`: the answer is not streamed. `limit_s`: see `WorkerTransport.submit`.
         """
-        plan, fields, held = self._plan, self._fields, candidate.held
+        plan, fields, held = self._plan, self._fields, candidate.match
         if held is not None and held.rank is not None and not has_rank(fields):
             fields += b"x-data-parallel-rank: %d\r\n" % candidate.worker.sent_rank(held.rank)
         if body is None:

@@ -20,7 +20,7 @@ class Attribution:
 
         For a strategy that predicts hits they include the predicted cached tokens, in total and by tier.
         """
-        held = candidate.held
+        held = candidate.match
         key = (
             candidate.worker.spec.id,
             decision.strategy,
@@ -44,7 +44,7 @@ def _lines(candidate: Candidate, decision: RouteDecision, predicts: bool) -> byt
     )
     if not predicts:
         return own
-    tokens, held = candidate.matched_tokens, candidate.held
+    tokens, held = candidate.matched_tokens, candidate.match
     gpu, l1, l2 = (tokens, 0, 0) if held is None else held.tokens
     return b"%bx-kvroute-hit-tokens: %d\r\nx-kvroute-hit-tiers: gpu=%d;l1=%d;l2=%d\r\n" % (
         own,

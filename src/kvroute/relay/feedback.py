@@ -70,7 +70,7 @@ class PredictionAudit:
 
     def answered(self, plan: RequestPlan, candidate: Candidate, usage: Usage) -> None:
         """A complete answer reported `usage`. Costs a few us; raises nothing for any values in it."""
-        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.held
+        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.match
         prompts, reports, cached_tokens = query.prompts, self._reports, usage.cached_tokens
         keys = prompts[0].keys if len(prompts) == 1 else ()
         if keys and usage.completion_tokens and reports is not None:
@@ -97,7 +97,7 @@ class PredictionAudit:
             is_mapped, judged, tier = False, False, _GPU if tokens else _NO_TIER
         else:
             is_mapped, tier = held.mapped, held.tokens.tier()
-            judged = is_mapped and not held.why
+            judged = is_mapped and not held.distrust_reason
             if (
                 judged
                 and feedback is not None
@@ -124,7 +124,7 @@ class PredictionAudit:
 
     def fetched(self, plan: RequestPlan, candidate: Candidate, moved_tokens: int) -> None:
         """A decode worker has answered a prompt of which it got `moved_tokens` from another worker."""
-        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.held
+        feedback, query, worker, held = self._feedback, plan.query, candidate.worker, candidate.match
         # It announces the blocks that it got, like those that it computes.
         if feedback is not None and len(query.exact) == 1 and moved_tokens > worker.block_size:
             rank = 0 if held is None or held.rank is None else held.rank

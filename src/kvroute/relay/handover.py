@@ -140,9 +140,9 @@ class HandoverAttempts(Attempts, kw_only=True):
             Attempts._send_to_next(self, listener)
             return
         deps, plan, record, handover = self._deps, self._plan, self._record, self.handover
-        answering, query = handover.answering, plan.query
+        answering, query = handover.decode_of_pair, plan.query
         record.worker, record.attempts = answering.worker.spec.id, 1
-        record.matched_tokens, record.held = answering.matched_tokens, answering.held
+        record.matched_tokens, record.held = answering.matched_tokens, answering.match
         self.phase, now = _PREFILL, deps.now()
         self._began = self.progress.began = now
         self._send_first_leg(listener)
@@ -253,7 +253,7 @@ class HandoverAttempts(Attempts, kw_only=True):
 
     def _start_second_leg(self, params: bytes, listener: AnswerListener) -> None:
         deps, progress, accounts = self._deps, self.progress, self._accounts
-        candidate = self.handover.answering
+        candidate = self.handover.decode_of_pair
         assert accounts is not None
         now = deps.now()
         accounts.prefill_done(now)
@@ -279,7 +279,7 @@ class HandoverAttempts(Attempts, kw_only=True):
             worker = candidate.worker
             if worker.load.queued <= 1:  # otherwise the request has waited for others, too
                 # The pair's first candidate has the time of one step; a later one that of the whole prompt.
-                step_s = self.handover.answering.prefill_s
+                step_s = self.handover.decode_of_pair.prefill_s
                 self._deps.router.pairs.links.learn(worker.index, progress.moved_tokens, spent_s - step_s)
 
     def retry_after_failure(self, listener: AnswerListener) -> None:
@@ -338,7 +338,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         return True
 
     def _may_leave(self) -> bool:
-        if self.phase is _PREFILL and self.handover.whole.worker.state is not HealthState.ASLEEP:
+        if self.phase is _PREFILL and self.handover.decode_only.worker.state is not HealthState.ASLEEP:
             self._order(whole_first=True)
         return Attempts._may_leave(self)
 
@@ -390,7 +390,7 @@ class HandoverAttempts(Attempts, kw_only=True):
         pair, *others = decision.ranking
         if self._record.attempts > 1:
             return  # the order is known
-        whole = self.handover.whole
+        whole = self.handover.decode_only
         ranking = [pair, whole, *others] if whole_first else [pair, *others, whole]
         self._plan = replace(
             plan,

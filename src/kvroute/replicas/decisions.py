@@ -243,7 +243,7 @@ class OwnDispatch(msgspec.Struct, eq=False):
     def messages(self, encode: _EncodeKeys) -> list[SharedMessage]:
         """The messages about what has happened until now."""
         number, query, candidate = self.number, self.query, self.candidate
-        held, prompts, exact = candidate.held, list[PromptSent](), list[ExactSent]()
+        held, prompts, exact = candidate.match, list[PromptSent](), list[ExactSent]()
         for prompt in query.prompts:
             known, fresh = encode(prompt.keys)
             prompts.append(PromptSent(known, pack_keys(fresh), prompt.tokens, prompt.block_tokens))
@@ -286,7 +286,7 @@ def _ended_messages(
     together: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
     for each in requests:
         candidate = each.candidate
-        rank = None if candidate.held is None else candidate.held.rank
+        rank = None if candidate.match is None else candidate.match.rank
         together.setdefault((each.query.model, candidate.worker.id, rank), []).append(each)
     for (model, worker, rank), some in together.items():
         place = worker if rank is None else f"{worker} {rank}"

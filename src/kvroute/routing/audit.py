@@ -61,7 +61,7 @@ class _Tally:
 _MOST_TALLIES: Final = 4096
 """Workers join under new names, so the number of tallies is bounded; the oldest are dropped first."""
 _MOST_WAITING: Final = 256
-"""Predictions of one place that wait to be counted, and places with some."""
+"""Predictions of one rank that wait to be counted, and ranks with some."""
 
 
 OnCounted: TypeAlias = Callable[[str, str, str, Iterable[tuple[str, int]], Sequence[int]], None]
@@ -70,7 +70,7 @@ each of them was wrong."""
 
 
 class Audit:
-    """Counts predictions by strategy, worker and tier, and keeps each place's latest results.
+    """Counts predictions by strategy, worker and tier, and keeps each rank's latest results.
 
     A prediction is counted later, together with others, which costs less. Mutable: `reported`, `is_wrong`
     and `forget` change it. Used from the event loop only.
@@ -140,21 +140,21 @@ class Audit:
                 self.on_counted(strategy, worker, tier, tuple(outcomes.items()), distances)
 
     def is_wrong(self, worker: str, rank: int, failed: bool) -> bool:
-        """Whether a place's map counts as wrong, now that a prediction of the whole map has `failed`, or not.
+        """Whether the map of a rank counts as wrong, now that a prediction of it has `failed`, or not.
 
         `failed`: off by a block or more. If it is wrong, its latest results are dropped.
         """
-        options, place = self._options, (worker, rank)
-        latest = self._latest.get(place)
+        options, cache = self._options, (worker, rank)
+        latest = self._latest.get(cache)
         if latest is None:
-            latest = self._latest[place] = deque(maxlen=max(options.window, options.least))
+            latest = self._latest[cache] = deque(maxlen=max(options.window, options.least))
         latest.append(failed)
         # A good prediction can only make a map wrong if it completes the least number.
         if not failed and len(latest) != options.least:
             return False
         if len(latest) < options.least or sum(latest) <= options.most_wrong * len(latest):
             return False
-        del self._latest[place]
+        del self._latest[cache]
         demotions = self._demotions.pop(worker, 0) + 1
         if len(self._demotions) >= _MOST_TALLIES:
             del self._demotions[next(iter(self._demotions))]
@@ -164,8 +164,8 @@ class Audit:
     def forget(self, worker: str) -> None:
         """Drop the latest results of a worker that has left or restarted: its cache is another one."""
         self.settle()
-        for place in [place for place in self._latest if place[0] == worker]:
-            del self._latest[place]
+        for cache in [cache for cache in self._latest if cache[0] == worker]:
+            del self._latest[cache]
 
     def describe(self) -> dict[str, Any]:
         """Counts and token sums by strategy, worker and tier, and the latest results, as JSON values."""

@@ -18,14 +18,14 @@ from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
 from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, LearnedModel
-from kvroute.routing.strategy import Candidate, CandidateMatch, RouteQuery, Row
+from kvroute.routing.strategy import PREFILL, SCORE, Candidate, CandidateMatch, RouteQuery, Row
 
 
 def matched_tokens(
     history: RouteHistory,
     query: RouteQuery,
     workers: Sequence[Worker],
-    places: Mapping[int, int] | None = None,
+    positions: Mapping[int, int] | None = None,
     answers: Mapping[int, Mapping[BlockKey, int]] | None = None,
 ) -> list[int]:
     """Matched tokens per worker by the route history, summed over the prompts, in the order of `workers`.
@@ -33,64 +33,64 @@ def matched_tokens(
     Counts whole blocks of the worker's size and never a prompt's last token, which is always computed.
     Blocks of unfinished requests count: the worker has them, or will have them before this request runs.
     Nothing is matched on a worker that does not cache prefixes, or for a request that does not read the
-    cache. `places` maps units to positions in `workers` (`FleetView.places`, `RankTargets.places`); it is
-    derived if None. Where several units have one position, the engine chooses the rank: then the mean over
-    its ranks counts. `answers` (`reports.Answers.by_unit`): a prompt that continues a whole earlier one shows
-    its answer too.
+    cache. `positions` maps units to positions in `workers` (`FleetView.positions`, `RankTargets.positions`);
+    it is derived if None. Where several units have one position, the engine chooses the rank: then the mean
+    over its ranks counts. `answers` (`reports.Answers.by_unit`): a prompt that continues a whole earlier one
+    shows its answer too.
     """
     totals = [0] * len(workers)
     if not query.reads_cache:
         return totals
     for prompt in query.prompts:
-        held = history.match(prompt.keys)
-        if not held:
+        blocks_by_unit = history.match(prompt.keys)
+        if not blocks_by_unit:
             continue
-        if places is None:
-            places = {unit: place for place, worker in enumerate(workers) for unit in worker.units}
+        if positions is None:
+            positions = {unit: position for position, worker in enumerate(workers) for unit in worker.units}
         length, block_tokens = prompt.tokens, prompt.block_tokens
         whole = len(prompt.keys) if answers is not None else 0
-        tokens = known = 0
-        for index, blocks in held.items():
-            place = places.get(index)
-            if place is None:  # the holder is not in `workers`: with roles it is on the other side
+        tokens = previous_blocks = 0
+        for unit, blocks in blocks_by_unit.items():
+            position = positions.get(unit)
+            if position is None:  # the holder is not in `workers`: with roles it is on the other side
                 continue
-            if blocks != known:  # otherwise the same figures as for the previous worker
-                known, tokens = blocks, int(blocks * block_tokens)
+            if blocks != previous_blocks:  # otherwise the same figures as for the previous worker
+                previous_blocks, tokens = blocks, int(blocks * block_tokens)
                 if tokens >= length:
                     tokens = length - 1
-            facts = workers[place].facts
+            facts = workers[position].facts
             if not facts.caches_prefixes:
                 continue
             count = tokens
-            if blocks < whole and answers is not None and (ends := answers.get(index)):
+            if blocks < whole and answers is not None and (ends := answers.get(unit)):
                 answered = ends.get(prompt.keys[blocks - 1], 0)
                 if answered > count:
                     count = answered if answered < length else length - 1
-            totals[place] += count - count % (facts.block_size or ASSUMED_BLOCK_TOKENS)
-    if places is not None and len(places) > len(workers):
-        units = Counter(places.values())
-        for place, worker in enumerate(workers):
-            if units[place] > 1:
-                mean = totals[place] // len(worker.rank_units)
-                totals[place] = mean - mean % worker.block_size
+            totals[position] += count - count % (facts.block_size or ASSUMED_BLOCK_TOKENS)
+    if positions is not None and len(positions) > len(workers):
+        unit_counts = Counter(positions.values())
+        for position, worker in enumerate(workers):
+            if unit_counts[position] > 1:
+                mean = totals[position] // len(worker.rank_units)
+                totals[position] = mean - mean % worker.block_size
     return totals
 
 
 def discounted(tokens: Sequence[int], workers: Sequence[Worker], shares: Mapping[int, float]) -> list[int]:
     """The tokens that count, per worker, where reports contradict predictions.
 
-    `shares`: `Discounts.mapped` or `Discounts.sent`. A worker that is not in it, because it has hardly
+    `shares`: `Discounts.by_map` or `Discounts.by_history`. A worker that is not in it, because it has hardly
     reported yet, has the mean of the others: how much of a prompt an engine can use is a matter of the model,
     and to learn it worker by worker costs a queue on each.
     """
-    known = [shares[worker.index] for worker in workers if worker.index in shares]
-    others = sum(known) / len(known) if known else 1.0
+    reported = [shares[worker.index] for worker in workers if worker.index in shares]
+    others = sum(reported) / len(reported) if reported else 1.0
     return [
         int(count * shares.get(worker.index, others)) for count, worker in zip(tokens, workers, strict=True)
     ]
 
 
-_ONE_PLACE = (0,)
+_ONE_POSITION = (0,)
 
 
 class Ranking(Sequence[Candidate]):
@@ -105,13 +105,13 @@ class Ranking(Sequence[Candidate]):
 
     __slots__ = (
         "_all",
-        "_made_first",
+        "_first_candidate",
         "columns",
-        "first_place",
+        "first_position",
         "predicted",
     )
 
-    first_place: int
+    first_position: int
     """The position of the first candidate's worker in the ranked workers."""
     columns: tuple[
         Sequence[Worker],
@@ -124,56 +124,63 @@ class Ranking(Sequence[Candidate]):
     """The ranked workers in the order of the view; in that order their rows, matched tokens, loads and
     matches; the position of the cheapest worker. Never changes.
 
-    For callers that compare the costs of all workers but need few candidates (`candidate`, `places`)."""
+    For callers that compare the costs of all workers but need few candidates (`candidate`, `positions`)."""
     predicted: Sequence[int] | None
     """The predicted tokens in the order of the view, if the costs count fewer; None: those of `columns`."""
-    _made_first: Candidate | None
+    _first_candidate: Candidate | None
     _all: list[Candidate] | None
 
-    def places(self) -> Sequence[int]:
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The ranked workers in the order of the view."""
+        workers, *_ = self.columns
+        return workers
+
+    def positions(self) -> Sequence[int]:
         """The positions of the ranked workers in `columns`, best first."""
-        rows = self.columns[1]
+        _, rows, _, _, _, cheapest = self.columns
         if len(rows) == 1:
-            return _ONE_PLACE
-        order = sorted(range(len(rows)), key=lambda place: rows[place][0])
-        for leader in (self.columns[5], self.first_place):
+            return _ONE_POSITION
+        order = sorted(range(len(rows)), key=lambda position: rows[position][SCORE])
+        for leader in (cheapest, self.first_position):
             order.remove(leader)
             order.insert(0, leader)
         return order
 
-    def candidate(self, place: int) -> Candidate:
+    def candidate(self, position: int) -> Candidate:
         """The candidate whose worker is at this position of `columns`."""
-        if place == self.first_place:
-            first = self._made_first
-            return self[0] if first is None else first
-        return self._candidate(place) if self._all is None else self._all[self.places().index(place)]
+        if position == self.first_position:
+            leader = self._first_candidate
+            return self[0] if leader is None else leader
+        return self._candidate(position) if self._all is None else self._all[self.positions().index(position)]
 
     def put_first(self, worker: Worker, rank: int | None = None) -> None:
-        """Move `worker`, or one rank of it, to the first place; the others keep their order."""
-        place = self.columns[0].index(worker)
-        held_where = self.columns[4]
-        if rank is not None and held_where is not None:
-            while self.columns[0][place] is not worker or held_where[place].rank != rank:
-                place += 1
-        if place != self.first_place:
-            self.first_place = place
-            self._made_first = None
+        """Move `worker`, or one rank of it, to the first position; the others keep their order."""
+        workers, _, _, _, matches, _ = self.columns
+        position = workers.index(worker)
+        if rank is not None and matches is not None:
+            while workers[position] is not worker or matches[position].rank != rank:
+                position += 1
+        if position != self.first_position:
+            self.first_position = position
+            self._first_candidate = None
         self._all = None
 
     @overload
-    def __getitem__(self, place: int) -> Candidate: ...
+    def __getitem__(self, index: int) -> Candidate: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
-        if place == 0:
-            first = self._made_first
-            if first is None:
-                first = self._made_first = self._candidate(self.first_place)
-            return first
-        return self._in_full()[place]
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if index == 0:
+            leader = self._first_candidate
+            if leader is None:
+                leader = self._first_candidate = self._candidate(self.first_position)
+            return leader
+        return self._in_full()[index]
 
     def __len__(self) -> int:
-        return len(self.columns[1])
+        _, rows, *_ = self.columns
+        return len(rows)
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self._in_full())
@@ -190,20 +197,20 @@ class Ranking(Sequence[Candidate]):
 
     def _in_full(self) -> list[Candidate]:
         if self._all is None:
-            self._all = [self[0], *map(self._candidate, self.places()[1:])]
+            self._all = [self[0], *map(self._candidate, self.positions()[1:])]
         return self._all
 
-    def _candidate(self, place: int) -> Candidate:
-        workers, rows, matched, _, where, _ = self.columns
-        row, predicted = rows[place], self.predicted
-        counted = matched[place] if matched else 0
+    def _candidate(self, position: int) -> Candidate:
+        workers, rows, matched, _, matches, _ = self.columns
+        row, predicted = rows[position], self.predicted
+        counted = matched[position] if matched else 0
         return Candidate(
-            workers[place],
-            row[0],
-            counted if predicted is None else predicted[place],
-            row[1],
+            workers[position],
+            row[SCORE],
+            counted if predicted is None else predicted[position],
+            row[PREFILL],
             row,
-            where[place] if where else None,
+            matches[position] if matches else None,
             None if predicted is None else counted,
         )
 
@@ -213,10 +220,10 @@ class _Listed(Ranking):
 
     __slots__ = ()
 
-    def places(self) -> Sequence[int]:
-        places = list(range(len(self)))
-        places.insert(0, places.pop(self.first_place))
-        return places
+    def positions(self) -> Sequence[int]:
+        positions = list(range(len(self)))
+        positions.insert(0, positions.pop(self.first_position))
+        return positions
 
 
 def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
@@ -224,22 +231,22 @@ def ranking_of(candidates: Sequence[Candidate]) -> Ranking:
     if isinstance(candidates, Ranking):
         return candidates
     rows: list[Row] = []
-    for each in candidates:
-        terms = each.terms
-        own = each.score, terms.prefill, terms.wait, terms.marginal, terms.decode
-        rows.append((*own, terms.load, terms.memory, terms.eviction, terms.ramp))
-    held = [each.held for each in candidates if each.held is not None]
+    for candidate in candidates:
+        terms = candidate.terms
+        short_row = candidate.score, terms.prefill, terms.wait, terms.marginal, terms.decode
+        rows.append((*short_row, terms.load, terms.memory, terms.eviction, terms.ramp))
+    matches = [candidate.match for candidate in candidates if candidate.match is not None]
     ranking = _Listed()
     ranking.columns = (
-        [each.worker for each in candidates],
+        [candidate.worker for candidate in candidates],
         rows,
-        [each.counted for each in candidates],
-        [each.queue for each in candidates],
-        held if len(held) == len(rows) else None,
+        [candidate.counted for candidate in candidates],
+        [candidate.queue for candidate in candidates],
+        matches if len(matches) == len(rows) else None,
         0,
     )
-    ranking.predicted = [each.matched_tokens for each in candidates]
-    ranking.first_place, ranking._made_first, ranking._all = 0, candidates[0], list(candidates)
+    ranking.predicted = [candidate.matched_tokens for candidate in candidates]
+    ranking.first_position, ranking._first_candidate, ranking._all = 0, candidates[0], list(candidates)
     return ranking
 
 
@@ -363,7 +370,7 @@ class CostModel:
         workers: Sequence[Worker],
         matched_tokens: Sequence[int] | None = None,
         loads: Sequence[TierLoad] | None = None,
-        held_where: Sequence[CandidateMatch] | None = None,
+        matches: Sequence[CandidateMatch] | None = None,
         queues: Sequence[WorkerLoad] | None = None,
         units: Sequence[int] | None = None,
         predicted: Sequence[int] | None = None,
@@ -372,15 +379,15 @@ class CostModel:
 
         Ties are broken by active tokens, then by recent prefill, then by a hash of prompt and worker.
         `matched_tokens` has per worker the prompt tokens that it need not compute; `loads` the time to load
-        them from slower tiers; `held_where` is put into the candidates. A worker with several ranks is in
+        them from slower tiers; `matches` is put into the candidates. A worker with several ranks is in
         `workers` once per rank, and `units` has the `Worker.unit_of` each. `queues` has the workers' loads,
         if the caller has them (`FleetView.loads`). `predicted`: the tokens before a discount, if
         `matched_tokens` are those after it.
         """
         # The formula is in docs/routing.md under "Cost". tests/routing/test_cost_formula.py computes it
         # worker by worker and demands the same result to the last bit. Here it is one loop over floats,
-        # because it runs for every worker and request: common parts are computed once, terms that are zero
-        # are skipped, and `Ranking` constructs objects only when they are needed.
+        # because it runs for every worker and request: what all have in common is computed once, terms that
+        # are zero are skipped, and `Ranking` constructs objects only when they are needed.
         now, tokens, prompts, model = query.now, query.tokens, query.prompts, query.model
         current, factors = self._current.get(model), None
         learned = self._learned.get(model) if self._learned else None
@@ -405,7 +412,7 @@ class CostModel:
             fitting_share,
         ) = current.figures
         if queues is None:
-            queues = _queues(workers, held_where)
+            queues = _queues(workers, matches)
         seconds, requests = measure_loads(queues, now)
         utilisation, delay_factor = seconds / len(queues), 0.0
         is_busy = utilisation > 0.0
@@ -416,21 +423,21 @@ class CostModel:
             block_tokens, twice = prompts[0].block_tokens, 2
         else:
             block_tokens, twice = _block_tokens(prompts), 2 * len(prompts) or 2
-        parts = self._history.parts
+        history_shares = self._history.shares
         # An upper bound of the new blocks on any worker; `int` of a quotient would cost as much as two terms.
         most_blocks = tokens >> 2 if block_tokens >= 4.0 else tokens
         rows: list[Row] = []
-        known_held = first = -1
+        previous_matched = cheapest = -1
         miss = tokens
         mean_s = own_s = prefill_s = ready_s = memory_s = eviction_s = marginal_s = ramp_s = 0.0
         best = second = inf
         assumed_s = 0.0
         is_special = False
-        for worker, load, held in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
-            if held != known_held:  # otherwise the same figures as for the previous worker
-                known_held, miss = held, tokens - held
+        for worker, load, matched in zip(workers, queues, matched_tokens or [0] * len(workers), strict=True):
+            if matched != previous_matched:  # otherwise the same figures as for the previous worker
+                previous_matched, miss = matched, tokens - matched
                 # `Costs.prefill_s` inlined: on average half of the missing tokens precede a token.
-                mean_s = miss * (token_s + context_token_s * ((tokens + held) / twice))
+                mean_s = miss * (token_s + context_token_s * ((tokens + matched) / twice))
                 mean_s += (
                     iteration_s
                     if miss <= max_batched_tokens
@@ -450,17 +457,20 @@ class CostModel:
                 done_s = wait_s + own_s
             if block_tokens:
                 try:
-                    part = parts[worker.index if units is None else units[len(rows)]]
+                    history_share = history_shares[worker.index if units is None else units[len(rows)]]
                 except KeyError:
-                    part = self._history.part(worker.index if units is None else units[len(rows)])
+                    history_share = self._history.share(worker.index if units is None else units[len(rows)])
                 # Most requests fit on every worker, even without a match and without an eviction.
-                if part.blocks + in_flight + most_blocks > fitting_share * part.capacity_blocks:
+                if (
+                    history_share.blocks + in_flight + most_blocks
+                    > fitting_share * history_share.capacity_blocks
+                ):
                     capacity, tracked, new_blocks = (
-                        part.capacity_blocks,
-                        part.blocks,
+                        history_share.capacity_blocks,
+                        history_share.blocks,
                         int(miss / block_tokens),
                     )
-                    active = part.active_blocks
+                    active = history_share.active_blocks
                     over = active + new_blocks + in_flight - memory_limit * capacity
                     if over > 0:
                         is_special, residence_s = True, load.residence_s
@@ -468,7 +478,7 @@ class CostModel:
                             residence_s = assumed_s = assumed_s or _assumed_residence_s(queues)
                         memory_s = residence_s * over / capacity
                         score += memory_s
-                    # `Part.evicted_by` inlined.
+                    # `HistoryShare.evicted_by` inlined.
                     excess = tracked + new_blocks - capacity
                     if excess > 0 and worker.facts.caches_prefixes:
                         is_special = True
@@ -491,7 +501,7 @@ class CostModel:
                 ramp_s = score / worker.share_at(now) - score
                 score += ramp_s
             if score < best:
-                second, best, first = best, score, len(rows)
+                second, best, cheapest = best, score, len(rows)
             elif score < second:
                 second = score
             if is_special:
@@ -503,23 +513,23 @@ class CostModel:
                 rows.append((score, prefill_s, wait_s, marginal_s, decode_s))
         limit = best + best * tie_share + tie_s
         if second <= limit:
-            first = _tie_winner(workers, rows, limit, query.fingerprint, queues)
-        row = rows[first]
+            cheapest = _tie_winner(workers, rows, limit, query.fingerprint, queues)
+        row = rows[cheapest]
         # A constructor in Python would cost more than these assignments.
         ranking = Ranking()
-        ranking.columns = workers, rows, matched_tokens, queues, held_where, first
-        ranking.first_place = first
+        ranking.columns = workers, rows, matched_tokens, queues, matches, cheapest
+        ranking.first_position = cheapest
         ranking.predicted = predicted
         if predicted is not None:
-            ranking._made_first = ranking._all = None
+            ranking._first_candidate = ranking._all = None
             return ranking
-        ranking._made_first = Candidate(
-            workers[first],
-            row[0],
-            matched_tokens[first] if matched_tokens else 0,
-            row[1],
+        ranking._first_candidate = Candidate(
+            workers[cheapest],
+            row[SCORE],
+            matched_tokens[cheapest] if matched_tokens else 0,
+            row[PREFILL],
             row,
-            held_where[first] if held_where else None,
+            matches[cheapest] if matches else None,
         )
         ranking._all = None
         return ranking
@@ -529,14 +539,14 @@ def _assumed_residence_s(queues: Sequence[WorkerLoad]) -> float:
     """The residence on a worker that has not finished a request yet: the mean of the others."""
     # A constant made an unused worker dear where memory is short: with pools of 8 blocks one of two workers
     # got all requests.
-    known = [load.residence_s for load in queues if load.residence_s is not None]
-    return sum(known) / len(known) if known else RESIDENCE_S
+    measured = [load.residence_s for load in queues if load.residence_s is not None]
+    return sum(measured) / len(measured) if measured else RESIDENCE_S
 
 
-def _queues(workers: Sequence[Worker], held_where: Sequence[CandidateMatch] | None) -> Sequence[WorkerLoad]:
+def _queues(workers: Sequence[Worker], matches: Sequence[CandidateMatch] | None) -> Sequence[WorkerLoad]:
     """The loads that the request would be added to."""
-    if held_where:
-        return [worker.load_of(held.rank) for worker, held in zip(workers, held_where, strict=True)]
+    if matches:
+        return [worker.load_of(match.rank) for worker, match in zip(workers, matches, strict=True)]
     return [worker.load for worker in workers]
 
 
@@ -561,21 +571,22 @@ def _tie_winner(
     """
     winner, active, done, score = -1, 0.0, 0.0, 0.0
     tie_hash: int | None = None
-    place = -1
+    position = -1
     for row in rows:
-        place += 1
-        if row[0] > limit:
+        position += 1
+        its_score = row[SCORE]
+        if its_score > limit:
             continue
-        load = queues[place]
+        load = queues[position]
         its_active, its_done = load.active_tokens + load.foreign_tokens, load.utilisation
         if winner < 0 or its_active < active or (its_active == active and its_done < done):
-            winner, active, done, score, tie_hash = place, its_active, its_done, row[0], None
+            winner, active, done, score, tie_hash = position, its_active, its_done, its_score, None
         elif its_active == active and its_done == done:
             if tie_hash is None:
                 tie_hash = _tie_hash(workers[winner], fingerprint)
-            its_hash = _tie_hash(workers[place], fingerprint)
-            if its_hash < tie_hash or (its_hash == tie_hash and row[0] < score):
-                winner, score, tie_hash = place, row[0], its_hash
+            its_hash = _tie_hash(workers[position], fingerprint)
+            if its_hash < tie_hash or (its_hash == tie_hash and its_score < score):
+                winner, score, tie_hash = position, its_score, its_hash
     return winner
 
 

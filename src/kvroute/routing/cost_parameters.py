@@ -165,10 +165,10 @@ class Costs(NamedTuple):
             options.tie_ms * 1e-3,
         )
 
-    def prefill_s(self, miss: int, held: int, prompts: int = 1) -> float:
-        """Seconds to compute `miss` tokens after `held` ones, both summed over `prompts` equal prompts."""
+    def prefill_s(self, miss: int, matched: int, prompts: int = 1) -> float:
+        """Seconds to compute `miss` tokens after `matched` ones, both summed over `prompts` equal prompts."""
         chunks = max(1, -(-miss // self.max_batched_tokens))
-        context = (held + miss / 2) / prompts
+        context = (matched + miss / 2) / prompts
         return miss * (self.token_s + self.context_token_s * context) + self.iteration_s * chunks
 
 
@@ -280,8 +280,8 @@ class PrefillFit:
     def _refit(self) -> Fit | None:
         if self._most < LEAST_SPAN * self._least or self.explained < LEAST_EXPLAINED:
             return None
-        found = self._coefficients([0, 1, 2])
-        token_s, context_token_s, iteration_s = (found.get(i, 0.0) / _SCALES[i] for i in range(3))
+        coefficients = self._coefficients([0, 1, 2])
+        token_s, context_token_s, iteration_s = (coefficients.get(i, 0.0) / _SCALES[i] for i in range(3))
         return Fit(token_s, context_token_s, iteration_s) if token_s > 0 else None
 
     def _coefficients(self, used: list[int]) -> dict[int, float]:
@@ -372,13 +372,13 @@ class Learned:
 
     def fit(self, model: str) -> Fit | None:
         """The learned prefill times of a model; None until there are enough."""
-        known = self.models.get(model)
-        return known.prefills.fit if known else None
+        learned = self.models.get(model)
+        return learned.prefills.fit if learned else None
 
     def speeds(self, model: str) -> Speeds | None:
         """How fast each worker is with a model, relative to its mean; None if the model is not known."""
-        known = self.models.get(model)
-        return known.speeds if known else None
+        learned = self.models.get(model)
+        return learned.speeds if learned else None
 
     def record(
         self,
@@ -391,22 +391,22 @@ class Learned:
         configured_s: float,
     ) -> None:
         """Add a prefill that took `took_s` on an idle worker; the configured costs give `configured_s`."""
-        known = self.models.get(model)
-        if known is None:
-            known = self.models[model] = LearnedModel()
+        learned = self.models.get(model)
+        if learned is None:
+            learned = self.models[model] = LearnedModel()
         # Speeds are relative to the learned costs only. Measured against wrong costs, one worker would look
         # faster than the others and attract their work.
-        fit = known.prefills.fit
+        fit = learned.prefills.fit
         if fit is not None:
-            known.speeds.record(worker, miss, took_s, fit.prefill_s(miss, context, chunks))
-        known.prefills.record(miss, context, chunks, took_s, configured_s)
-        if fit is not None and known.prefills.fit is None:
-            known.speeds = Speeds()
+            learned.speeds.record(worker, miss, took_s, fit.prefill_s(miss, context, chunks))
+        learned.prefills.record(miss, context, chunks, took_s, configured_s)
+        if fit is not None and learned.prefills.fit is None:
+            learned.speeds = Speeds()
 
     def forget(self, worker: int) -> None:
         """Drop the speed of a worker that has left; another worker may get its index."""
-        for known in self.models.values():
-            known.speeds.forget(worker)
+        for learned in self.models.values():
+            learned.speeds.forget(worker)
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Annotated, Final, overload
+from typing import Annotated, overload
 
 from msgspec import Struct
 from pydantic import field_validator
@@ -52,6 +52,14 @@ from kvroute.routing.cost_parameters import Costs
 from kvroute.routing.ranks import best_ranks, rank_by_rank, targets_of
 from kvroute.routing.recording import DecisionRecorder
 from kvroute.routing.strategy import (
+    DECODE,
+    LOAD,
+    MARGINAL,
+    MEMORY,
+    PREFILL,
+    SCORE,
+    SHORT_ROW,
+    WAIT,
     Candidate,
     Handover,
     Needs,
@@ -67,8 +75,6 @@ _GIGA = 1e9
 # To look up an enum member in its class costs 80 ns each time.
 _PROMPT, _TOKENS = Needs.PROMPT, Needs.TOKENS
 _HANDED_OVER, _OVER_THRESHOLD = RouteReason.HANDED_OVER, RouteReason.OVER_THRESHOLD
-_SHORT_ROW: Final = 5
-"""Length of a `Row` without the terms that are usually zero."""
 _LEAST_LEARNED_TOKENS = 256
 """In smaller transfers the latency hides the rate."""
 
@@ -89,7 +95,7 @@ class PrefillDecodeOptions(Options):
     connector: str = option(
         "nixl",
         "How KV gets to the decode worker: "
-        + "; ".join(f"`{name}`: {each.description}" for name, each in CONNECTORS.items())
+        + "; ".join(f"`{name}`: {connector.description}" for name, connector in CONNECTORS.items())
         + ".",
     )
     strict: Annotated[bool, Switch] = option(
@@ -205,7 +211,7 @@ def choose(
     `prefill_side` and `decode_side` rank the workers of each side for the whole request, best first, as
     `CostModel.rank` does; a worker for both roles is in both. One of them may be None. `can_move` is False
     for a request whose KV cannot be moved. With `keeps_first` the first decode candidate answers, and only
-    the place of the prefill is decided (a session, a turn of `roundrobin`). Equal costs are decided by the
+    the prefill worker is decided (a session, a turn of `roundrobin`). Equal costs are decided by the
     order of the rankings. The result has an empty ranking if `strict` leaves no worker.
     """
     # As in `CostModel.rank`: floats for all workers, further objects for those that do the request.
@@ -214,105 +220,121 @@ def choose(
     if decode_side is None:
         return Choice((() if strict else prefill_side) or (), None, RouteReason.NO_DECODE_WORKER)
     workers, rows, matched, queues, _, _ = decode_side.columns
-    places = (decode_side.first_place,) if keeps_first else decode_side.places()
-    legs: Sequence[_Leg] = ()
-    best_leg = next_leg = None
+    positions = (decode_side.first_position,) if keeps_first else decode_side.positions()
+    legs: Sequence[_PrefillLeg] = ()
+    best_leg = second_leg = None
     if can_move and tokens > 1 and prefill_side is not None:
         legs = _two_best_legs(prefill_side, tokens, costs, options)
-        best_leg, next_leg = legs[0], legs[-1]
+        best_leg, second_leg = legs[0], legs[-1]
     tie_share, tie_s = costs.tie_share, costs.tie_s
     # `Costs.prefill_s` of the last token.
     step_s = costs.token_s + costs.context_token_s * (tokens - 0.5) + costs.iteration_s
     single = pair = -1
     single_cost = pair_cost = move_of_pair_s = 0.0
     leg_of_pair, is_forced = None, False
-    for place in places:
-        worker, row = workers[place], rows[place]
-        miss = tokens - matched[place] if matched else tokens
+    for position in positions:
+        worker, row = workers[position], rows[position]
+        if len(row) == SHORT_ROW:
+            score, prefill_s, wait_s, _, decode_s = row
+            memory_s = eviction_s = ramp_s = 0.0
+        else:
+            score, prefill_s, wait_s, _, decode_s, _, memory_s, eviction_s, ramp_s = row
+        miss = tokens - matched[position] if matched else tokens
         leg = best_leg
         if leg is not None and leg.worker is worker:
-            leg = next_leg
+            leg = second_leg
             if leg is not None and leg.worker is worker:  # the only leg, or another rank of the worker
                 leg = None
         must_move = miss > most_computed
         if not must_move or (
-            leg is None and _may_compute(place, places, workers, legs, prefill_side, strict=strict)
+            leg is None and _may_compute(position, positions, workers, legs, prefill_side, strict=strict)
         ):
-            cost, load = row[0], queues[place]
+            cost, load = score, queues[position]
             if load.in_flight > load.queued:
-                cost += _stall_s(load, row[1], miss, costs, options)
+                cost += _stall_s(load, prefill_s, miss, costs, options)
             if single < 0 or cost < single_cost - tie_share * single_cost - tie_s:
-                single, single_cost = place, cost
+                single, single_cost = position, cost
         if leg is not None and miss > 1:
             move_s = links.move_s(worker.index, miss)
-            wait_s, ready_s = row[2], leg.ready_s + move_s
-            cost = (wait_s if wait_s > ready_s else ready_s) + step_s + leg.others_s + row[4]
-            if len(row) > _SHORT_ROW:
-                cost += row[6] + row[7]
-                if row[8]:
-                    cost /= worker.share_at(now)
+            ready_s = leg.ready_s + move_s
+            cost = (wait_s if wait_s > ready_s else ready_s) + step_s + leg.others_s + decode_s
+            cost += memory_s + eviction_s
+            if ramp_s:
+                cost /= worker.share_at(now)
             if pair < 0 or cost < pair_cost - tie_share * pair_cost - tie_s:
-                pair, pair_cost, leg_of_pair, is_forced = place, cost, leg, must_move
+                pair, pair_cost, leg_of_pair, is_forced = position, cost, leg, must_move
                 move_of_pair_s = move_s
     best, best_cost, leg_of_best = single, single_cost, None
     if leg_of_pair is not None:
         # The delay of later requests ranks the workers of one side only.
-        if leg_of_pair.row[3] and single >= 0:
-            pair_cost -= leg_of_pair.row[3] / workers[pair].share_at(now)
-        if single >= 0 and rows[single][3]:
-            single_cost -= rows[single][3] / workers[single].share_at(now)
+        if leg_of_pair.marginal_s and single >= 0:
+            pair_cost -= leg_of_pair.marginal_s / workers[pair].share_at(now)
+        if single >= 0 and rows[single][MARGINAL]:
+            single_cost -= rows[single][MARGINAL] / workers[single].share_at(now)
         # A pair needs a second request, so it must be better, and not only equal.
         if single < 0 or pair_cost < single_cost - tie_share * single_cost - tie_s:
             best, best_cost, leg_of_best = pair, pair_cost, leg_of_pair
     if best < 0:
         return Choice((), None, RouteReason.NO_PREFILL_WORKER)
-    others, row = None if strict else prefill_side, rows[best]
-    if others is not None and len(row) > _SHORT_ROW and row[6] > 0.0 and not keeps_first:
-        rescue = next(iter(_without(others, decode_side)), None)
+    row = rows[best]
+    fallback_side = None if strict else prefill_side
+    lacks_memory = len(row) != SHORT_ROW and row[MEMORY] > 0.0
+    if fallback_side is not None and lacks_memory and not keeps_first:
+        rescue = next(iter(_without(fallback_side, decode_side)), None)
         if rescue is not None:
             rescue_cost, load = rescue.score, rescue.queue
             if load.in_flight > load.queued:
                 miss = tokens - rescue.matched_tokens
                 rescue_cost += _stall_s(load, rescue.prefill_s, miss, costs, options)
             if rescue_cost < best_cost:
-                return Choice(_Order(rescue, decode_side, others), None, RouteReason.DECODE_SIDE_FULL)
-    whole = decode_side.candidate(best)
-    moved = tokens - whole.matched_tokens
+                ranking = _LazyRanking(rescue, decode_side, fallback_side)
+                return Choice(ranking, None, RouteReason.DECODE_SIDE_FULL)
+    decode_only = decode_side.candidate(best)
+    moved_tokens = tokens - decode_only.matched_tokens
     if leg_of_best is None:
-        is_alone = can_move and not legs and (threshold is None or moved > threshold)
+        is_alone = can_move and not legs and (threshold is None or moved_tokens > threshold)
         return Choice(
-            _Order(whole, decode_side, others), None, RouteReason.NO_PREFILL_WORKER if is_alone else None
+            _LazyRanking(decode_only, decode_side, fallback_side),
+            None,
+            RouteReason.NO_PREFILL_WORKER if is_alone else None,
         )
     assert prefill_side is not None
-    leg, computing = leg_of_best, prefill_side.candidate(leg_of_best.place)
-    answering = _pair(whole, rows[best], leg, move_of_pair_s, step_s, now)
+    leg, prefill_of_pair = leg_of_best, prefill_side.candidate(leg_of_best.position)
+    decode_of_pair = _decode_of_pair(decode_only, row, leg, move_of_pair_s, step_s, now)
     return Choice(
-        _Order(answering, decode_side, others),
-        Handover(computing, answering, whole, moved, move_of_pair_s, leg.ready_s + leg.others_s),
+        _LazyRanking(decode_of_pair, decode_side, fallback_side),
+        Handover(
+            prefill_of_pair,
+            decode_of_pair,
+            decode_only,
+            moved_tokens,
+            move_of_pair_s,
+            leg.ready_s + leg.others_s,
+        ),
         _OVER_THRESHOLD if is_forced else _HANDED_OVER,
     )
 
 
-class _Order(Sequence[Candidate]):
-    """The ranking of a `Choice`: the chosen candidate, the rest of the decode side, and prefill workers.
+class _LazyRanking(Sequence[Candidate]):
+    """The ranking of a `Choice`: the chosen candidate, the others of the decode side, and prefill workers.
 
-    Constructs all but the first one at the first access: usually nobody reads them.
+    Constructs all but the chosen one at the first access: usually nobody reads them.
     """
 
-    __slots__ = ("_all", "_decode_side", "_first", "_others")
+    __slots__ = ("_all", "_chosen", "_decode_side", "_fallback_side")
 
-    def __init__(self, first: Candidate, decode_side: Ranking, others: Ranking | None) -> None:
-        self._first = first
+    def __init__(self, chosen: Candidate, decode_side: Ranking, fallback_side: Ranking | None) -> None:
+        self._chosen = chosen
         self._decode_side = decode_side
-        self._others = others
+        self._fallback_side = fallback_side
         self._all: list[Candidate] | None = None
 
     @overload
-    def __getitem__(self, place: int) -> Candidate: ...
+    def __getitem__(self, index: int) -> Candidate: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
-        return self._first if place == 0 else self._in_full()[place]
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._chosen if index == 0 else self._in_full()[index]
 
     def __bool__(self) -> bool:
         return True
@@ -330,49 +352,57 @@ class _Order(Sequence[Candidate]):
 
     def _in_full(self) -> list[Candidate]:
         if self._all is None:
-            first = self._first
-            rest = [each for each in self._decode_side if each.worker is not first.worker]
-            others = () if self._others is None else _without(self._others, self._decode_side)
-            self._all = [first, *rest, *(each for each in others if each.worker is not first.worker)]
+            fallback: Sequence[Candidate] = ()
+            if self._fallback_side is not None:
+                fallback = _without(self._fallback_side, self._decode_side)
+            worker = self._chosen.worker
+            others = (
+                candidate for candidate in (*self._decode_side, *fallback) if candidate.worker is not worker
+            )
+            self._all = [self._chosen, *others]
         return self._all
 
 
-class _Leg(Struct, frozen=True, gc=False):
+class _PrefillLeg(Struct, frozen=True, gc=False):
     """The prompt on one prefill worker."""
 
     worker: Worker
-    place: int
+    position: int
     """The worker's position in the columns of its side."""
-    row: Row
+    marginal_s: float
+    """The delay of later requests."""
     ready_s: float
     """Until the prompt is computed, without charges for others."""
     others_s: float
     """The charges for others, without the delay by active tokens."""
 
 
-def _two_best_legs(side: Ranking, tokens: int, costs: Costs, options: PrefillDecodeOptions) -> Sequence[_Leg]:
+def _two_best_legs(
+    side: Ranking, tokens: int, costs: Costs, options: PrefillDecodeOptions
+) -> Sequence[_PrefillLeg]:
     """The two cheapest prefill workers: one of them may be the decode worker, which is no pair."""
     workers, rows, matched, queues, _, _ = side.columns
-    first = second = -1
-    first_cost = second_cost = 0.0
-    for place in side.places():
-        row, load = rows[place], queues[place]
-        cost = row[0] - row[4]
+    best = second = -1
+    best_cost = second_cost = 0.0
+    for position in side.positions():
+        row, load = rows[position], queues[position]
+        cost = row[SCORE] - row[DECODE]
         if load.in_flight > load.queued:
-            cost += _stall_s(load, row[1], tokens - matched[place] if matched else tokens, costs, options)
-        if first < 0 or cost < first_cost:
-            first, second, first_cost, second_cost = place, first, cost, first_cost
+            miss = tokens - matched[position] if matched else tokens
+            cost += _stall_s(load, row[PREFILL], miss, costs, options)
+        if best < 0 or cost < best_cost:
+            best, second, best_cost, second_cost = position, best, cost, best_cost
         elif second < 0 or cost < second_cost:
-            second, second_cost = place, cost
-    best = _leg(first, first_cost, workers, rows)
-    return (best,) if second < 0 else (best, _leg(second, second_cost, workers, rows))
+            second, second_cost = position, cost
+    best_leg = _prefill_leg(best, best_cost, workers, rows)
+    return (best_leg,) if second < 0 else (best_leg, _prefill_leg(second, second_cost, workers, rows))
 
 
-def _leg(place: int, cost: float, workers: Sequence[Worker], rows: Sequence[Row]) -> _Leg:
-    row = rows[place]
-    wait_s, load_s = row[2], row[5] if len(row) > _SHORT_ROW else 0.0
-    ready_s = (wait_s if wait_s > load_s else load_s) + row[1]
-    return _Leg(workers[place], place, row, ready_s, cost - ready_s)
+def _prefill_leg(position: int, cost: float, workers: Sequence[Worker], rows: Sequence[Row]) -> _PrefillLeg:
+    row = rows[position]
+    wait_s, load_s = row[WAIT], row[LOAD] if len(row) != SHORT_ROW else 0.0
+    ready_s = (wait_s if wait_s > load_s else load_s) + row[PREFILL]
+    return _PrefillLeg(workers[position], position, row[MARGINAL], ready_s, cost - ready_s)
 
 
 def _stall_s(
@@ -385,10 +415,10 @@ def _stall_s(
 
 
 def _may_compute(
-    place: int,
-    places: Sequence[int],
+    position: int,
+    positions: Sequence[int],
     workers: Sequence[Worker],
-    legs: Sequence[_Leg],
+    legs: Sequence[_PrefillLeg],
     prefill_side: Ranking | None,
     *,
     strict: bool,
@@ -397,30 +427,37 @@ def _may_compute(
 
     `strict` does not keep a worker for both roles from it.
     """
-    if any(leg.worker is not workers[each] for leg in legs for each in places):
+    if any(leg.worker is not workers[other] for leg in legs for other in positions):
         return False
-    return not strict or (prefill_side is not None and workers[place] in prefill_side.columns[0])
+    return not strict or (prefill_side is not None and workers[position] in prefill_side.workers)
 
 
-def _pair(whole: Candidate, row: Row, leg: _Leg, move_s: float, step_s: float, now: float) -> Candidate:
-    """The worker of `whole`, which has the terms in `row`, as the decode worker of a pair."""
-    wait_s, decode_s, load_s = row[2], row[4], leg.ready_s + move_s
-    memory_s, eviction_s, ramp_s = (row[6], row[7], row[8]) if len(row) > _SHORT_ROW else (0.0, 0.0, 0.0)
+def _decode_of_pair(
+    decode_only: Candidate, row: Row, leg: _PrefillLeg, move_s: float, step_s: float, now: float
+) -> Candidate:
+    """The worker of `decode_only`, which has the terms in `row`, as the decode worker of a pair."""
+    memory_s = eviction_s = ramp_s = 0.0
+    if len(row) == SHORT_ROW:
+        _, _, wait_s, _, decode_s = row
+    else:
+        _, _, wait_s, _, decode_s, _, memory_s, eviction_s, ramp_s = row
+    load_s = leg.ready_s + move_s
     # In the order of `CostTerms.score`.
     score = (wait_s if wait_s > load_s else load_s) + (
         step_s + memory_s + eviction_s + leg.others_s + decode_s
     )
+    worker = decode_only.worker
     if ramp_s:
-        ramp_s = score / whole.worker.share_at(now) - score
+        ramp_s = score / worker.share_at(now) - score
         score += ramp_s
     terms = score, step_s, wait_s, leg.others_s, decode_s, load_s, memory_s, eviction_s, ramp_s
-    return Candidate(whole.worker, score, whole.matched_tokens, step_s, terms, whole.held)
+    return Candidate(worker, score, decode_only.matched_tokens, step_s, terms, decode_only.match)
 
 
-def _without(some: Sequence[Candidate], others: Ranking) -> Sequence[Candidate]:
-    """The candidates of `some` whose workers are not in `others`, in their order."""
-    known = set(map(id, others.columns[0]))
-    return [candidate for candidate in some if id(candidate.worker) not in known]
+def _without(candidates: Sequence[Candidate], others: Ranking) -> Sequence[Candidate]:
+    """The candidates whose workers are not in `others`, in their order."""
+    excluded = set(map(id, others.workers))
+    return [candidate for candidate in candidates if id(candidate.worker) not in excluded]
 
 
 class HandoverDispatch(Struct, frozen=True, gc=False):
@@ -466,22 +503,22 @@ class Pairs:
         needs = strategy.needs
         knows_caches = needs is _PROMPT or needs is _TOKENS
         prefill, decode = sides.prefill, sides.decode
-        answering, other = (prefill, None) if decode is None else (decode, prefill)
-        assert answering is not None  # each worker of a view is on a side
-        decision = strategy.rank(query, answering)
+        answering_side, other_side = (prefill, None) if decode is None else (decode, prefill)
+        assert answering_side is not None  # each worker of a view is on a side
+        decision = strategy.rank(query, answering_side)
         if recorder is not None:
-            recorder.decided(query, answering, strategy, decision)
+            recorder.decided(query, answering_side, strategy, decision)
         if knows_caches:
-            first_side = ranking_of(decision.ranking)
-            second_side = None if other is None else ranking_of(strategy.rank(query, other).ranking)
+            answering = ranking_of(decision.ranking)
+            other = None if other_side is None else ranking_of(strategy.rank(query, other_side).ranking)
         else:
-            # The strategy only names the worker that answers. The place of the prefill needs the costs.
-            first_side = self._ranking(query, answering, decision.ranking[0])
-            second_side = None if other is None else self._ranking(query, other)
+            # The strategy only names the worker that answers. Where the prompt is computed needs the costs.
+            answering = self._ranking(query, answering_side, decision.ranking[0])
+            other = None if other_side is None else self._ranking(query, other_side)
         choice = choose(
             query.tokens,
-            first_side if decode is None else second_side,
-            None if decode is None else first_side,
+            answering if decode is None else other,
+            None if decode is None else answering,
             self.links,
             self._costs.costs(query.model),
             self.options,
@@ -490,25 +527,25 @@ class Pairs:
             keeps_first=not knows_caches and decision.reason is not RouteReason.NO_SESSION_KEY,
         )
         if not choice.ranking:
-            gone = "decode" if choice.reason is RouteReason.NO_DECODE_WORKER else "prefill"
+            absent_role = "decode" if choice.reason is RouteReason.NO_DECODE_WORKER else "prefill"
             raise NoRoutableWorker(
-                f"No {gone} worker serves the model {query.model!r} at the moment, and other workers may not "
-                "do its work (routing.prefill_decode.strict).",
+                f"No {absent_role} worker serves the model {query.model!r} at the moment, and other workers "
+                "may not do its work (routing.prefill_decode.strict).",
                 retry_after_s=1,
             )
         return RouteDecision(
             decision.strategy, choice.reason or decision.reason, choice.ranking, choice.handover
         )
 
-    def _ranking(self, query: RouteQuery, view: FleetView, first: Candidate | None = None) -> Ranking:
-        """The view's workers by cost, with matched tokens from the route history. `first` comes first."""
+    def _ranking(self, query: RouteQuery, view: FleetView, leader: Candidate | None = None) -> Ranking:
+        """The view's workers by cost, with matched tokens from the route history. `leader` comes first."""
         targets = targets_of(query, view)
         if targets is not None:
-            matched = matched_tokens(self._history, query, targets.workers, targets.places)
+            matched = matched_tokens(self._history, query, targets.workers, targets.positions)
             ranking = rank_by_rank(self._costs, query, targets, matched)
         else:
-            matched = matched_tokens(self._history, query, view.workers, view.places)
+            matched = matched_tokens(self._history, query, view.workers, view.positions)
             ranking = self._costs.rank(query, view.workers, matched, queues=view.loads)
-        if first is not None:
-            ranking.put_first(first.worker, first.rank)
+        if leader is not None:
+            ranking.put_first(leader.worker, leader.rank)
         return ranking if targets is None else ranking_of(best_ranks(ranking))

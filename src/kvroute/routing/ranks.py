@@ -33,12 +33,12 @@ def rank_by_rank(
 ) -> Ranking:
     """Rank `targets` by cost. `matched` has the matched tokens of each, by the route history; `counted` what
     is left of them after a discount, None without one."""
-    held = [
+    matches = [
         CandidateMatch(Tokens(tokens), None, rank)
         for tokens, rank in zip(matched or [0] * len(targets.ranks), targets.ranks, strict=True)
     ]
     counts, predicted = (matched, None) if counted is None else (counted, matched)
-    return costs.rank(query, targets.workers, counts, None, held, targets.loads, targets.units, predicted)
+    return costs.rank(query, targets.workers, counts, None, matches, targets.loads, targets.units, predicted)
 
 
 def best_ranks(ranking: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -44,18 +44,18 @@ MOST_WORKERS_PER_SECOND: Final = 8000
 class RecordedKeys(Sequence[BlockKey]):
     """What the indexes had for a prompt, in place of its block keys."""
 
-    __slots__ = ("cached", "held", "in_flight", "length")
+    __slots__ = ("blocks_by_unit", "cached", "in_flight", "length")
 
     def __init__(
         self,
         length: int,
-        held: Mapping[int, int],
+        blocks_by_unit: Mapping[int, int],
         cached: Mapping[int, Tokens] | None = None,
         in_flight: Mapping[int, int] | None = None,
     ) -> None:
-        """`held` is from the route history by worker; `cached` and `in_flight` by slot of the cache map."""
+        """`blocks_by_unit` is from the route history; `cached` and `in_flight` by slot of the cache map."""
         self.length = length
-        self.held = held
+        self.blocks_by_unit = blocks_by_unit
         self.cached = cached or {}
         self.in_flight = in_flight or {}
 
@@ -63,23 +63,23 @@ class RecordedKeys(Sequence[BlockKey]):
         return self.length
 
     @overload
-    def __getitem__(self, place: int) -> BlockKey: ...
+    def __getitem__(self, position: int) -> BlockKey: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[BlockKey]: ...
-    def __getitem__(self, place: int | slice) -> BlockKey | Sequence[BlockKey]:
-        """A key's place stands for the key itself, as in `RecordedReports.answers`."""
-        if isinstance(place, slice):
+    def __getitem__(self, position: slice) -> Sequence[BlockKey]: ...
+    def __getitem__(self, position: int | slice) -> BlockKey | Sequence[BlockKey]:
+        """A key's position stands for the key itself, as in `RecordedReports.answers`."""
+        if isinstance(position, slice):
             raise TypeError("keys are not recorded")
-        return BlockKey(place)
+        return BlockKey(position)
 
 
 class RecordedReports(NamedTuple):
     """What a decision read of `reports.Reports`."""
 
-    mapped: Mapping[int, float]
-    sent: Mapping[int, float]
+    by_map: Mapping[int, float]
+    by_history: Mapping[int, float]
     answers: Mapping[int, Mapping[BlockKey, int]]
-    """Worker's index -> place of a prompt's last key -> tokens of that prompt and its answer."""
+    """Worker's index -> position of a prompt's last key -> tokens of that prompt and its answer."""
 
 
 class RecordedWorkers(NamedTuple):
@@ -95,7 +95,7 @@ class RecordedWorkers(NamedTuple):
     loads: LoadStates
     rank_loads: Mapping[int, tuple[Sequence[int], LoadStates]]
     """Position -> data-parallel ranks and their loads, for workers with several ranks."""
-    parts: Sequence[tuple[int, int, int]]
+    history_shares: Sequence[tuple[int, int, int]]
     """Of the route history, for each of `units`: blocks, active blocks, capacity in blocks."""
     places: Sequence[Sequence[CachePlace]]
     """Empty without a cache map."""
@@ -138,8 +138,8 @@ class RecordedDecision(Struct, frozen=True):
         ]
         for worker, units in zip(workers, seen.rank_units, strict=True):
             worker.rank_units = units
-        for place, (ranks, loads) in seen.rank_loads.items():
-            workers[place].rank_loads = dict(zip(ranks, loads.restored(), strict=True))
+        for position, (ranks, loads) in seen.rank_loads.items():
+            workers[position].rank_loads = dict(zip(ranks, loads.restored(), strict=True))
         return FleetView(self.query.model, tuple(workers), self.version)
 
 
@@ -198,8 +198,8 @@ class DecisionRecorder:
 
     def find(self, decisions: Collection[RouteDecision]) -> list[RecordedDecision | None]:
         """The records of `decisions`, in their order; None where a decision was not recorded."""
-        known = {id(recorded.decision): recorded for recorded in self._ring}
-        return [known.get(id(decision)) for decision in decisions]
+        recorded_by_decision = {id(recorded.decision): recorded for recorded in self._ring}
+        return [recorded_by_decision.get(id(decision)) for decision in decisions]
 
     def _query(self, query: RouteQuery) -> tuple[RouteQuery, set[int]]:
         """The query with `RecordedKeys`, and the slots that load from slower tiers."""
@@ -256,26 +256,33 @@ class DecisionRecorder:
             return _NO_REPORTS
         answers: dict[int, dict[BlockKey, int]] = {}
         if len(query.prompts) == 1:
-            keys, held = query.prompts[0].keys, cast("RecordedKeys", recorded.prompts[0].keys).held
-            for index, blocks in held.items():
-                ends = reports.answers.by_unit.get(index)
+            keys, blocks_by_unit = (
+                query.prompts[0].keys,
+                cast("RecordedKeys", recorded.prompts[0].keys).blocks_by_unit,
+            )
+            for unit, blocks in blocks_by_unit.items():
+                ends = reports.answers.by_unit.get(unit)
                 tokens = ends.get(keys[blocks - 1]) if ends and blocks < len(keys) else None
                 if tokens is not None:
-                    answers[index] = {BlockKey(blocks - 1): tokens}
+                    answers[unit] = {BlockKey(blocks - 1): tokens}
         discounts = reports.discounts
-        return RecordedReports(dict(discounts.mapped), dict(discounts.sent), answers)
+        return RecordedReports(dict(discounts.by_map), dict(discounts.by_history), answers)
 
     def _workers(self, view: FleetView, needs_map: bool) -> RecordedWorkers:
-        workers, known = view.workers, self._history.parts
+        workers, history_shares = view.workers, self._history.shares
         specs: Sequence[WorkerSpec] = [worker.spec for worker in workers]
         facts: Sequence[WorkerFacts] = [worker.facts for worker in workers]
         numbers: Sequence[int] = [worker.index for worker in workers]
         rank_units: Sequence[Mapping[int, int]] = [worker.rank_units for worker in workers]
-        shares: Sequence[tuple[float, float, float | None]] = list(map(_share, workers))
-        before = self._latest
-        if before is not None and before[:5] == (specs, facts, numbers, rank_units, shares):
-            specs, facts, numbers, rank_units, shares = before[:5]  # shared, to save memory
-        parts = [known.get(unit) or self._history.part(unit) for each in workers for unit in each.units]
+        shares: Sequence[tuple[float, float, float | None]] = list(map(_traffic_share, workers))
+        previous = self._latest
+        if previous is not None and previous[:5] == (specs, facts, numbers, rank_units, shares):
+            specs, facts, numbers, rank_units, shares = previous[:5]  # shared, to save memory
+        unit_shares = [
+            history_shares.get(unit) or self._history.share(unit)
+            for worker in workers
+            for unit in worker.units
+        ]
         self._latest = latest = RecordedWorkers(
             specs,
             facts,
@@ -284,19 +291,19 @@ class DecisionRecorder:
             shares,
             copy_loads(view.loads),
             {
-                place: (list(worker.rank_loads), copy_loads(list(worker.rank_loads.values())))
-                for place, worker in enumerate(workers)
+                position: (list(worker.rank_loads), copy_loads(list(worker.rank_loads.values())))
+                for position, worker in enumerate(workers)
                 if worker.rank_loads
             },
-            list(map(_part, parts)),
+            list(map(_share_figures, unit_shares)),
             list(map(self._views.caches.places, workers)) if needs_map else (),
         )
         return latest
 
 
 _NO_REPORTS: Final = RecordedReports({}, {}, {})
-_share = attrgetter("share", "ramp_since", "ramp_until")
-_part = attrgetter("blocks", "active_blocks", "capacity_blocks")
+_traffic_share = attrgetter("share", "ramp_since", "ramp_until")
+_share_figures = attrgetter("blocks", "active_blocks", "capacity_blocks")
 
 
 def _stateful(strategy: Strategy) -> StatefulStrategy | None:
@@ -333,7 +340,7 @@ class Redecider:
 
     def why_not(self, recorded: RecordedDecision) -> str:
         """Why this strategy cannot make the decision: a sentence; "" if it can."""
-        own = recorded.decision.strategy
+        strategy_used = recorded.decision.strategy
         if self._needs is Needs.NOTHING or self._needs is recorded.needs:
             return ""
         if self._needs is Needs.PROMPT and recorded.needs is Needs.TOKENS:
@@ -345,7 +352,7 @@ class Redecider:
             Needs.TOKENS: "reads no token ids and no cache map",
             Needs.SESSION_KEY: "reads no session keys",
         }[self._needs]
-        return f"{self.name} needs what the gateway did not read: {own} {missing}."
+        return f"{self.name} needs what the gateway did not read: {strategy_used} {missing}."
 
     def redecide(self, recorded: RecordedDecision) -> RouteDecision:
         """The decision of this strategy on the recorded inputs. About 0.2 ms with 64 workers."""
@@ -353,8 +360,8 @@ class Redecider:
         self._inputs.use(recorded)
         discounts, answers = self._reports
         for shown, seen in (
-            (discounts.mapped, recorded.reports.mapped),
-            (discounts.sent, recorded.reports.sent),
+            (discounts.by_map, recorded.reports.by_map),
+            (discounts.by_history, recorded.reports.by_history),
         ):
             shown.clear()
             shown.update(seen)
@@ -376,14 +383,16 @@ class _Inputs:
     """A recorded decision's inputs as the `CostModel`, `RouteHistory`, `CacheMap` and `Transfers` of a
     strategy. Mutable: `use`."""
 
-    parts: Mapping[int, HistoryShare]
+    shares: Mapping[int, HistoryShare]
 
     def use(self, recorded: RecordedDecision) -> None:
         seen = recorded.workers
-        self.parts = parts = {}
-        for unit, (blocks, active_blocks, capacity_blocks) in zip(seen.units, seen.parts, strict=True):
-            part = parts[unit] = HistoryShare(unit, capacity_blocks)
-            part.blocks, part.active_blocks = blocks, active_blocks
+        self.shares = history_shares = {}
+        for unit, (blocks, active_blocks, capacity_blocks) in zip(
+            seen.units, seen.history_shares, strict=True
+        ):
+            history_share = history_shares[unit] = HistoryShare(unit, capacity_blocks)
+            history_share.blocks, history_share.active_blocks = blocks, active_blocks
         self._places = dict(zip(seen.numbers, seen.places, strict=False))
         model = recorded.query.model
         costs = CostModel.fixed(cast("RouteHistory", self), model, recorded.costs, recorded.speeds)
@@ -393,8 +402,8 @@ class _Inputs:
     def start(self, slot: int, tokens: Tokens, now: float) -> None:
         """No transfer is started."""
 
-    def part(self, worker: int) -> HistoryShare:
-        return self.parts[worker]
+    def share(self, worker: int) -> HistoryShare:
+        return self.shares[worker]
 
     def refresh(self, force: bool) -> bool:
         return False
@@ -406,7 +415,7 @@ class _Inputs:
         """Of an exact prompt, the tokens by slot; of keys, the blocks by worker."""
         if isinstance(prompt, ExactPrompt):
             return cast("RecordedKeys", prompt.keys).cached
-        return prompt.held
+        return prompt.blocks_by_unit
 
     def holds(self, slot: int, keys: Sequence[BlockKey], tokens: int) -> bool:
         """False: no decision asks for a single slot."""
@@ -464,7 +473,7 @@ class HotPrefixes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[BlockKey, HotPrefix] = {}
+        self._prefixes: dict[BlockKey, HotPrefix] = {}
         self._chain_due = float("-inf")
 
     def add(self, query: RouteQuery) -> None:
@@ -476,44 +485,46 @@ class HotPrefixes:
             keys, block_tokens = exact.keys, float(exact.key_tokens)
         else:
             keys, block_tokens = query.prompts[0].keys, query.prompts[0].block_tokens
-        known, length, parent = self._known, len(keys), None
+        prefixes, length, parent = self._prefixes, len(keys), None
         due: list[HotPrefix] = []
         for depth in _DEPTHS:
             if depth > length:
                 break
             key = keys[depth - 1]
-            entry = known.get(key)
-            if entry is None:
-                entry = known[key] = HotPrefix(query.model, depth, int(depth * block_tokens), parent)
-            entry.requests += 1
+            prefix = prefixes.get(key)
+            if prefix is None:
+                prefix = prefixes[key] = HotPrefix(query.model, depth, int(depth * block_tokens), parent)
+            prefix.requests += 1
             parent = key
-            if entry.requests > 1 and entry.chain is None:
-                due.append(entry)
+            if prefix.requests > 1 and prefix.chain is None:
+                due.append(prefix)
         if due and query.now >= self._chain_due:
             earliest = query.now - _CHAIN_BURST * _CHAIN_INTERVAL_S
             self._chain_due = max(self._chain_due, earliest) + _CHAIN_INTERVAL_S
             chain = array("Q", keys[: due[-1].blocks])
-            for entry in due:
-                entry.chain = chain[: entry.blocks]
+            for prefix in due:
+                prefix.chain = chain[: prefix.blocks]
                 if exact is not None:
-                    entry.prompt = _beginning(exact, entry.blocks, entry.chain)
-        if len(known) > _MOST_PREFIXES:
-            used = sorted(known.items(), key=lambda item: item[1].requests, reverse=True)
-            self._known = dict(used[: _MOST_PREFIXES // 2])
+                    prefix.prompt = _beginning(exact, prefix.blocks, prefix.chain)
+        if len(prefixes) > _MOST_PREFIXES:
+            used = sorted(prefixes.items(), key=lambda pair: pair[1].requests, reverse=True)
+            self._prefixes = dict(used[: _MOST_PREFIXES // 2])
 
     def hottest(self, limit: int) -> list[tuple[BlockKey, HotPrefix]]:
         """Prefixes of at least two requests, most used first; each at the longest length that as many
         share."""
         extended = {
-            (entry.parent, entry.requests) for entry in self._known.values() if entry.parent is not None
+            (prefix.parent, prefix.requests)
+            for prefix in self._prefixes.values()
+            if prefix.parent is not None
         }
-        found = [
-            (key, entry)
-            for key, entry in self._known.items()
-            if entry.requests > 1 and entry.chain is not None and (key, entry.requests) not in extended
+        hottest = [
+            (key, prefix)
+            for key, prefix in self._prefixes.items()
+            if prefix.requests > 1 and prefix.chain is not None and (key, prefix.requests) not in extended
         ]
-        found.sort(key=lambda item: (item[1].requests, item[1].blocks), reverse=True)
-        return found[:limit]
+        hottest.sort(key=lambda pair: (pair[1].requests, pair[1].blocks), reverse=True)
+        return hottest[:limit]
 
 
 def _beginning(prompt: ExactPrompt, blocks: int, chain: Sequence[int]) -> ExactPrompt:

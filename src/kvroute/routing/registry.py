@@ -156,8 +156,8 @@ class RoutingOptions(Options):
 
     def strategies_used(self) -> frozenset[str]:
         """The fleet's strategy, and those of single models."""
-        own = (routing.strategy for routing in self.models.values())
-        return frozenset({self.strategy, *(name for name in own if name is not None)})
+        overrides = (routing.strategy for routing in self.models.values())
+        return frozenset({self.strategy, *(name for name in overrides if name is not None)})
 
     def may_need(self, needs: Needs) -> bool:
         """Whether a configured strategy, for all models or for one, has these `needs`."""
@@ -171,11 +171,11 @@ class RoutingOptions(Options):
 
     def costs_of_models(self) -> dict[str, CostOptions]:
         """The full costs of each model with its own costs."""
-        own = {model: routing.costs for model, routing in self.models.items()}
+        costs_by_model = {model: routing.costs for model, routing in self.models.items()}
         return {
             model: self.costs.model_copy(
                 update={name: getattr(costs, name) for name in costs.model_fields_set}
             )
-            for model, costs in own.items()
+            for model, costs in costs_by_model.items()
             if costs is not None
         }

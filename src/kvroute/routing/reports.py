@@ -48,29 +48,31 @@ class Discounts:
     """
 
     def __init__(self) -> None:
-        self.mapped: dict[int, float] = {}
+        self.by_map: dict[int, float] = {}
         """Worker's index -> share, for predictions by the cache map. Always the same mapping."""
-        self.sent: dict[int, float] = {}
+        self.by_history: dict[int, float] = {}
         """The same for predictions by the route history."""
         self._latest: tuple[dict[int, _Latest], dict[int, _Latest]] = {}, {}
         """By history and by map: worker's index -> its latest predictions."""
         self._verdicts: tuple[dict[int, float], dict[int, float]] = {}, {}
         """By history and by map: every worker's share, also if all are 1."""
 
-    def reported(self, index: int, is_mapped: bool, predicted: int, found: int, block_tokens: int) -> None:
+    def reported(
+        self, index: int, is_mapped: bool, predicted: int, cached_tokens: int, block_tokens: int
+    ) -> None:
         """A prediction of `predicted` tokens, before any discount, and the tokens that the worker found."""
         if not predicted:
             return
         latest = self._latest[is_mapped].get(index)
         if latest is None:
             latest = self._latest[is_mapped][index] = _Latest(deque(maxlen=_WINDOW))
-        rows, is_wrong = latest.rows, predicted - found >= block_tokens
+        rows, is_wrong = latest.rows, predicted - cached_tokens >= block_tokens
         if latest.is_right and not is_wrong:  # so it is with most: the share is 1 and stays so
-            rows.append((predicted, found, False))
+            rows.append((predicted, cached_tokens, False))
             return
         if len(rows) == _WINDOW:
             latest.wrong -= rows[0][2]
-        rows.append((predicted, found, is_wrong))
+        rows.append((predicted, cached_tokens, is_wrong))
         latest.wrong += is_wrong
         count = len(rows)
         if count < _LEAST:
@@ -92,7 +94,7 @@ class Discounts:
                 self._show(is_mapped)
 
     def _show(self, is_mapped: bool) -> None:
-        shares, verdicts = self.mapped if is_mapped else self.sent, self._verdicts[is_mapped]
+        shares, verdicts = self.by_map if is_mapped else self.by_history, self._verdicts[is_mapped]
         shares.clear()
         if any(share < 1.0 for share in verdicts.values()):
             shares.update(verdicts)
@@ -156,8 +158,8 @@ class LastUnits:
         self._latest: dict[int, deque[bool]] = {}
         """Slot -> which of its latest reports agree with the other rule only."""
 
-    def reported(self, slot: int, tokens: Tokens, found: int, *, has_drafter: bool = False) -> bool:
-        """A worker reported `found` tokens where `tokens` were predicted; True if the slot's rule changed.
+    def reported(self, slot: int, tokens: Tokens, cached_tokens: int, *, has_drafter: bool = False) -> bool:
+        """A worker reported `cached_tokens` where `tokens` were predicted; True if the slot's rule changed.
 
         `has_drafter`: its engine has one, perhaps of the EAGLE family.
         """
@@ -166,12 +168,12 @@ class LastUnits:
         if other is None:
             unit = self._unit(slot)
             other = gpu + unit if slot in self.slots else max(0, gpu - unit)
-        if l1 or l2 or other == gpu or found not in (gpu, other):
+        if l1 or l2 or other == gpu or cached_tokens not in (gpu, other):
             return False
         latest = self._latest.get(slot)
         if latest is None:
             latest = self._latest[slot] = deque(maxlen=_WINDOW)
-        latest.append(found == other)
+        latest.append(cached_tokens == other)
         # Requests that race each other are often wrong by a unit, so a rule that has proved itself stays.
         # One report is enough for an engine that has a drafter, and if another one drops the unit: most
         # workers of a model have the same drafter.

@@ -67,8 +67,8 @@ class HistoryCapacity:
         block_tokens = self.block_tokens.setdefault(worker.index, float(ASSUMED_BLOCK_TOKENS))
         self._sized_by[worker.index] = block_tokens
         units, blocks = worker.units, worker.capacity_tokens / block_tokens
-        for gone in set(self._units.get(worker.index, ())) - set(units):
-            self._history.forget(gone)
+        for removed_unit in set(self._units.get(worker.index, ())) - set(units):
+            self._history.forget(removed_unit)
         self._units[worker.index] = units
         self._history.set_capacity(units[0], max(1, int(blocks)))
         for unit in units[1:]:
@@ -77,20 +77,20 @@ class HistoryCapacity:
     def observe(self, worker: Worker, blocks: int, block_tokens: float) -> None:
         """Update the estimate: `blocks` with `block_tokens` tokens in each are sent to the worker."""
         index = worker.index
-        known = self.block_tokens.get(index)
+        estimate = self.block_tokens.get(index)
         if block_tokens <= 0:  # another gateway may send anything
             return
-        if known is None:
+        if estimate is None:
             self.block_tokens[index] = block_tokens
             self.resize(worker)
             return
-        change, tolerated = block_tokens - known, TOLERANCE * known
+        change, tolerated = block_tokens - estimate, TOLERANCE * estimate
         if change > tolerated or -change > tolerated:
-            tracked = sum(self._history.part(unit).blocks for unit in worker.units)
+            tracked = sum(self._history.share(unit).blocks for unit in worker.units)
             weight = max(_LEAST_WEIGHT, blocks / (blocks + tracked + 1))
-            estimate = self.block_tokens[index] = known + weight * change
+            new_estimate = self.block_tokens[index] = estimate + weight * change
             sized_by = self._sized_by[index]
-            if abs(estimate - sized_by) > TOLERANCE * sized_by:
+            if abs(new_estimate - sized_by) > TOLERANCE * sized_by:
                 self.resize(worker)
 
     def forget(self, worker: Worker) -> None:
@@ -159,15 +159,15 @@ class _PrefillSample(Struct, frozen=True, gc=False):
     learned: Learned
     query: RouteQuery
     worker: int
-    held: int
+    matched: int
     costs: Costs
     start: float
 
     def record(self, now: float) -> None:
-        query, costs, held = self.query, self.costs, self.held
-        miss, prompts = query.tokens - held, len(query.prompts) or 1
-        context, chunks = (held + miss / 2) / prompts, max(1, -(-miss // costs.max_batched_tokens))
-        configured_s = costs.prefill_s(miss, held, prompts)
+        query, costs, matched = self.query, self.costs, self.matched
+        miss, prompts = query.tokens - matched, len(query.prompts) or 1
+        context, chunks = (matched + miss / 2) / prompts, max(1, -(-miss // costs.max_batched_tokens))
+        configured_s = costs.prefill_s(miss, matched, prompts)
         self.learned.record(query.model, self.worker, miss, context, chunks, now - self.start, configured_s)
 
 
@@ -220,12 +220,16 @@ class Router:
         self.sessions = SessionWorkers(options.options_of(SessionOptions).remembered)
         """The worker of each session's last request, for strategies that rank by what workers hold."""
         self._keeps_sessions = frozenset(
-            name for name, each in self._strategies.items() if each.needs in (Needs.PROMPT, Needs.TOKENS)
+            name
+            for name, strategy in self._strategies.items()
+            if strategy.needs in (Needs.PROMPT, Needs.TOKENS)
         )
         self.recorder: DecisionRecorder | None = None
         """Records the decisions while somebody looks; see `record`."""
         self._on_dispatch = {
-            name: each.on_dispatch for name, each in self._strategies.items() if each.observes_dispatch
+            name: strategy.on_dispatch
+            for name, strategy in self._strategies.items()
+            if strategy.observes_dispatch
         }
 
     @property
@@ -317,19 +321,21 @@ class Router:
         """
         if prefix.prompt is not None:
             cached = self._views.caches.match(prefix.prompt)
-            held: dict[WorkerId, Tokens] = {}
+            tokens_by_worker: dict[WorkerId, Tokens] = {}
             for worker in workers:
-                found = [
-                    cached[place.slot] for place in self._views.caches.places(worker) if place.slot in cached
+                rank_tokens = [
+                    cached[cache.slot] for cache in self._views.caches.places(worker) if cache.slot in cached
                 ]
-                if found:
-                    held[worker.id] = max(found, key=lambda tokens: tokens.total)
-            return held
+                if rank_tokens:
+                    tokens_by_worker[worker.id] = max(rank_tokens, key=lambda tokens: tokens.total)
+            return tokens_by_worker
         keys = cast("list[BlockKey]", list(prefix.chain or ()))
         blocks = self._history.match(keys)
         tokens = prefix.tokens / max(1, prefix.blocks)
         most = {worker.id: max(blocks.get(unit, 0) for unit in worker.units) for worker in workers}
-        return {worker: Tokens(int(found * tokens)) for worker, found in most.items() if found}
+        return {
+            worker: Tokens(int(rank_tokens * tokens)) for worker, rank_tokens in most.items() if rank_tokens
+        }
 
     def pinned(self, query: RouteQuery, view: FleetView, owner: WorkerId) -> RouteDecision | None:
         """The decision for a request that only `owner` can answer; None if `owner` is not in the view."""
@@ -355,26 +361,30 @@ class Router:
         `Dispatch.finish`. `is_own` is False for an attempt of a peer: no learning, no observer. `learns` is
         False if the worker does not compute the prompt: a handover counts once, on the prefill worker.
         """
-        worker, held, prompts, streamed = candidate.worker, candidate.held, query.prompts, query.streamed
+        worker, match, prompts, streamed = candidate.worker, candidate.match, query.prompts, query.streamed
         load = worker.load
-        unit = worker.index if held is None or held.rank is None else worker.unit_of(held.rank)
+        unit = worker.index if match is None or match.rank is None else worker.unit_of(match.rank)
         sample = self._prefill_sample(query, candidate, now) if streamed and is_own and learns else None
         dispatch = Dispatch(
             load, now, candidate.prefill_s, query.tokens, streamed, worker=worker, _sample=sample
         )
         load.enter(dispatch, now)
         if prompts:
-            index, first = worker.index, prompts[0]
-            known = self._sizes.block_tokens.get(index)
+            index, first_prompt = worker.index, prompts[0]
+            block_tokens = self._sizes.block_tokens.get(index)
             # Skip `observe` where it would change nothing: it is a call per request.
-            if len(prompts) > 1 or known is None or not abs(first.block_tokens - known) <= TOLERANCE * known:
+            if (
+                len(prompts) > 1
+                or block_tokens is None
+                or not abs(first_prompt.block_tokens - block_tokens) <= TOLERANCE * block_tokens
+            ):
                 for prompt in prompts:
                     self._sizes.observe(worker, len(prompt.keys), prompt.block_tokens)
             if self.cache_value is not None and learns:
                 self.cache_value.dispatched(unit, prompts, self._history, now, self.costs(query.model))
-            dispatch.lease = self._history.acquire(unit, first.keys)
-        if held is not None or len(prompts) > 1:
-            slot, exact = None if held is None else held.slot, query.exact
+            dispatch.lease = self._history.acquire(unit, first_prompt.keys)
+        if match is not None or len(prompts) > 1:
+            slot, exact = None if match is None else match.slot, query.exact
             if slot is not None and len(prompts) == len(exact) == 1 and candidate.rank is None:
                 # The usual case of `_secondary_reservations`, without the tuple.
                 dispatch.listener = self._fly(slot, exact[0], streamed)
@@ -383,7 +393,7 @@ class Router:
         key = query.session_key
         if key is not None and decision.handover is None and decision.strategy in self._keeps_sessions:
             session = query.session_hash or hash_of_session(query.model, key)
-            self.sessions.sent(query.model, session, worker.spec.id)
+            self.sessions.dispatched(query.model, session, worker.spec.id)
         on_dispatch = self._on_dispatch.get(decision.strategy)
         if on_dispatch is not None:
             on_dispatch(query, decision, candidate)
@@ -404,7 +414,7 @@ class Router:
         leg = query if query.streamed else replace(query, streamed=True)
         return HandoverDispatch(
             self.dispatch(leg, decision, handover.prefill, now),
-            self.dispatch(query, decision, handover.answering, now, learns=False),
+            self.dispatch(query, decision, handover.decode_of_pair, now, learns=False),
         )
 
     def reserve_at_peer(
@@ -419,14 +429,14 @@ class Router:
         learns: bool,
         session: tuple[str, str] | None = None,
     ) -> Dispatch:
-        """As `dispatch` for a peer, if its candidate has no `held` and its strategy ignores dispatches.
+        """As `dispatch` for a peer, if its candidate has no `match` and its strategy ignores dispatches.
 
         `session`: the session's key and the name of the strategy.
         """
         if session is not None:
             session_key, strategy = session
             if strategy in self._keeps_sessions:
-                self.sessions.sent(model, hash_of_session(model, session_key), worker.spec.id)
+                self.sessions.dispatched(model, hash_of_session(model, session_key), worker.spec.id)
         dispatch = Dispatch(worker.load, now, prefill_s, tokens, streamed, worker=worker)
         worker.load.enter(dispatch, now)
         if prompt is not None:
@@ -454,29 +464,29 @@ class Router:
         self.replay_prompt(worker, keys, rank)
 
     def not_repeated(self, worker: Worker, lasts: Sequence[int], rank: int | None = None) -> Iterable[int]:
-        """As `ended_at_peer`, for known prompts by their last keys. Returns the unknown ones' places."""
+        """As `ended_at_peer`, for known prompts by their last keys. Returns the unknown ones' positions."""
         if self.cache_value is not None:
             return range(len(lasts))
         return self._history.touch(worker.unit_of(rank), cast("Sequence[BlockKey]", lasts))
 
     def slot_of(self, worker: Worker, rank: int | None) -> int | None:
         """The worker's slot in this process's cache map, if any. `rank`: None for a worker with one rank."""
-        places = self._views.caches.places(worker)
+        caches = self._views.caches.places(worker)
         if rank is None:
-            return places[0].slot if len(places) == 1 else None
-        return next((place.slot for place in places if place.rank == rank), None)
+            return caches[0].slot if len(caches) == 1 else None
+        return next((cache.slot for cache in caches if cache.rank == rank), None)
 
     def _secondary_reservations(self, query: RouteQuery, candidate: Candidate, now: float) -> _Reservations:
         """Reserve load of the rank, history blocks of further prompts, and cache blocks of exact prompts."""
-        held, of_rank = candidate.held, None
+        match, of_rank = candidate.match, None
         unit = candidate.worker.unit_of(candidate.rank)
         leases = [self._history.acquire(unit, prompt.keys) for prompt in query.prompts[1:]]
         flights: list[Flight] = []
-        if held is not None:
-            if held.rank is not None:
+        if match is not None:
+            if match.rank is not None:
                 of_rank = candidate.queue.reserve(now, candidate.prefill_s, query.tokens, query.streamed)
-            if held.slot is not None:
-                flights = [self._fly(held.slot, prompt, query.streamed) for prompt in query.exact]
+            if match.slot is not None:
+                flights = [self._fly(match.slot, prompt, query.streamed) for prompt in query.exact]
         return _Reservations(of_rank, leases, flights)
 
     def _fly(self, slot: int, prompt: ExactPrompt, streamed: bool) -> Flight:
@@ -502,7 +512,7 @@ class Router:
         worker = candidate.worker
         if self.learned is None or worker.load.queued or not query.prompts:
             return None
-        if candidate.held is not None and candidate.terms.load:  # no other candidate has slower tiers
+        if candidate.match is not None and candidate.terms.load:  # no other candidate has slower tiers
             return None
         costs = self._costs.configured(query.model)
         return _PrefillSample(self.learned, query, worker.index, candidate.counted, costs, now)
@@ -543,8 +553,8 @@ class Router:
         for unit in worker.units:
             self._history.forget(unit)
             self.reports.forget(unit)
-        for place in self._caches.places(worker):
-            self._in_flight.forget(place.slot)  # prompts that have ended, and whose events are not applied
+        for cache in self._caches.places(worker):
+            self._in_flight.forget(cache.slot)  # prompts that have ended, and whose events are not applied
 
     def history_cleared(self, worker: Worker, rank: int) -> None:
         """Drop the history of one rank, or of a worker with one rank, whose cache is empty."""
@@ -577,18 +587,18 @@ class Router:
 
     def describe_worker(self, worker: Worker) -> dict[str, Any]:
         """The router's figures of a worker, as JSON values."""
-        parts = [self._history.part(unit) for unit in worker.units]
+        shares = [self._history.share(unit) for unit in worker.units]
         return {
-            "tracked_blocks": sum(part.blocks for part in parts),
-            "active_blocks": sum(part.active_blocks for part in parts),
-            "capacity_blocks": parts[0].capacity_blocks,
+            "tracked_blocks": sum(share.blocks for share in shares),
+            "active_blocks": sum(share.active_blocks for share in shares),
+            "capacity_blocks": shares[0].capacity_blocks,
             "queued_requests": worker.load.queued,
             "mean_residence_s": worker.load.residence_s,
         }
 
     def evicted_blocks(self, worker: Worker) -> int:
         """Blocks evicted from the worker's parts of the history since they were created."""
-        return sum(self._history.part(unit).evicted_blocks for unit in worker.units)
+        return sum(self._history.share(unit).evicted_blocks for unit in worker.units)
 
     def has_learned(self, model: str) -> bool:
         """Whether the model's costs are learned from first tokens, and not the configured ones."""

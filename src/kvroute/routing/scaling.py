@@ -154,12 +154,12 @@ def pools(models: Iterable[str], view_of: Callable[[str], FleetView]) -> list[Fl
     """One view for each set of routable workers, under the first name by alphabet; none without workers."""
     # One worker may serve a model under several names. Its load must count once, because an autoscaler adds
     # the figures of all models.
-    found: dict[tuple[Worker, ...], FleetView] = {}
+    view_by_workers: dict[tuple[Worker, ...], FleetView] = {}
     for model in sorted(models):
         view = view_of(model)
         if view.workers:
-            found.setdefault(view.workers, view)
-    return list(found.values())
+            view_by_workers.setdefault(view.workers, view)
+    return list(view_by_workers.values())
 
 
 class WorkersNeeded:
@@ -167,7 +167,7 @@ class WorkersNeeded:
 
     def __init__(self, options: ScalingOptions) -> None:
         self._options = options
-        self._known: dict[str, tuple[float, float]] = {}
+        self._averages: dict[str, tuple[float, float]] = {}
         """Model -> the average, and when it was last updated."""
 
     def update(
@@ -184,18 +184,18 @@ class WorkersNeeded:
         model or adapter.
         """
         options = self._options
-        known, self._known = self._known, {}
+        previous_averages, self._averages = self._averages, {}
         for view in pools(models, view_of):
             # Which name a request waits under does not matter: all workers of a view serve the same names.
             queued = sum(number for name, number in waiting.items() if view.workers[0].serves(name))
             demand = demand_of(view.workers, now, queue_s=options.queue_s, waiting=queued)
             needed = demand.total / options.target_utilisation
-            before = known.get(view.model)
-            if before is not None and options.smoothing_s:
-                average, then = before
+            previous = previous_averages.get(view.model)
+            if previous is not None and options.smoothing_s:
+                average, then = previous
                 needed = average + (needed - average) * (1 - exp((then - now) / options.smoothing_s))
-            self._known[view.model] = needed, now
-        return {model: needed for model, (needed, _) in self._known.items()}
+            self._averages[view.model] = needed, now
+        return {model: needed for model, (needed, _) in self._averages.items()}
 
 
 class CacheValue:
@@ -233,14 +233,18 @@ class CacheValue:
             block_s = prompt.block_tokens * costs.token_s
             self.used(worker, len(prompt.keys), history.match(prompt.keys), now, block_s)
 
-    def used(self, worker: int, blocks: int, held: Mapping[int, int], now: float, block_s: float) -> None:
-        """A prompt of `blocks` was sent to `worker`; `held` has the leading blocks that each worker held.
+    def used(
+        self, worker: int, blocks: int, leading_blocks: Mapping[int, int], now: float, block_s: float
+    ) -> None:
+        """A prompt of `blocks` was sent to `worker`; `leading_blocks` has those that each worker held.
 
         `block_s` is the prefill time of a block, in seconds. All holders get credit, also those that were too
         busy to get the request; `worker` now holds all blocks that any of them holds. O(holders log holders).
         """
-        others = sorted(((found, each) for each, found in held.items() if each != worker), reverse=True)
-        longest = max(held.get(worker, 0), others[0][0] if others else 0)
+        others = sorted(
+            ((length, holder) for holder, length in leading_blocks.items() if holder != worker), reverse=True
+        )
+        longest = max(leading_blocks.get(worker, 0), others[0][0] if others else 0)
         weight = self._weight(now)
         self._blocks += weight * blocks
         self._used_again += weight * longest
@@ -250,11 +254,11 @@ class CacheValue:
         # From the shortest match to the longest: the blocks between two lengths have one holder less.
         holders = [(longest, worker), *others]
         below, shared_s = 0, 0.0
-        for place in range(len(holders) - 1, -1, -1):
-            found, each = holders[place]
-            shared_s += (found - below) * credit_s / (place + 1)
-            below = found
-            sums[each] = sums.get(each, 0.0) + shared_s
+        for position in range(len(holders) - 1, -1, -1):
+            length, holder = holders[position]
+            shared_s += (length - below) * credit_s / (position + 1)
+            below = length
+            sums[holder] = sums.get(holder, 0.0) + shared_s
 
     def seconds(self, worker: int, now: float) -> float:
         """The saved prefill of a worker as of `now`, in seconds."""

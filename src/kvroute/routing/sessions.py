@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.fleet.worker import WorkerId
 from kvroute.lru import Lru
 from kvroute.routing.cost import CostModel, Ranking
-from kvroute.routing.strategy import RouteQuery
+from kvroute.routing.strategy import MARGINAL, SCORE, RouteQuery
 
 KEEP_SHARE: Final = 0.25
 """A session stays on its worker for at most this share of the prefill of its whole prompt. A worker that
@@ -45,7 +45,7 @@ class SessionWorkers:
         have left."""
         return self._workers.peek(session)
 
-    def sent(self, model: str, session: int, worker: WorkerId) -> None:
+    def dispatched(self, model: str, session: int, worker: WorkerId) -> None:
         """A request of the session, by its hash, was sent to the worker."""
         workers = self._workers
         if workers.peek(session) == worker:
@@ -57,13 +57,13 @@ class SessionWorkers:
     def learn(self, model: str, sessions: Iterable[int], worker: WorkerId) -> None:
         """A peer has sent requests of these sessions, by their hashes, to the worker."""
         self._models.add(model)
-        for each in sessions:
-            self._workers.put(each, worker)
+        for session in sessions:
+            self._workers.put(session, worker)
 
     def forget(self, session_key: str) -> bool:
         """Drop a session, whatever its model; False if it had no worker."""
         dropped = [self._workers.pop(hash_of_session(model, session_key)) for model in self._models]
-        return any(each is not None for each in dropped)
+        return any(worker is not None for worker in dropped)
 
     def latest(self, number: int) -> tuple[list[str], list[tuple[int, WorkerId]]]:
         """The models, and the most recent `number` sessions with their workers, the oldest first."""
@@ -91,17 +91,18 @@ def keep_session(ranking: Ranking, query: RouteQuery, model: CostModel) -> bool:
     `query.session_worker` must not be None. O(workers).
     """
     workers, rows, *_ = ranking.columns
-    wanted, first = query.session_worker, ranking.first_place
-    place = next((place for place, worker in enumerate(workers) if worker.spec.id == wanted), first)
-    if place == first:
+    wanted, leader = query.session_worker, ranking.first_position
+    position = next((position for position, worker in enumerate(workers) if worker.spec.id == wanted), leader)
+    if position == leader:
         return False
     costs = model.costs(query.model)
-    best, own = rows[first][0] - rows[first][3], rows[place][0] - rows[place][3]
+    best = rows[leader][SCORE] - rows[leader][MARGINAL]
+    wanted_cost = rows[position][SCORE] - rows[position][MARGINAL]
     tie_s = best * costs.tie_share + costs.tie_s
     keep_s = 0.0
     if not query.from_parent:
         keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
-    if own - best > max(tie_s, keep_s):
+    if wanted_cost - best > max(tie_s, keep_s):
         return False
-    ranking.put_first(workers[place])
+    ranking.put_first(workers[position])
     return True

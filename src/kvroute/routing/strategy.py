@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -67,16 +67,18 @@ class ExactPrompt(NamedTuple):
 class CachePlace(NamedTuple):
     """A worker, or one data-parallel rank of a worker, with its own cache.
 
-    `slot` is its number in the cache map, unique among all places; `why` is the reason if `trust` is not
-    WHOLE. `ahead` is the number of tokens that its block hashes cover after each block. `unit` is the number
-    of tokens in the unit of hits if the worker's block is not that unit, else 0. `has_groups`: it has several
-    KV cache groups; `drops`: the engine computes the last matched unit again. `note` explains `why` further.
+    `slot` is its number in the cache map, unique among all places; `distrust_reason` says
+    why `trust` is not WHOLE. `ahead` is the number of tokens that its block hashes cover after each block.
+    `unit` is the number of tokens in the unit of hits if the worker's block is not that unit, else 0.
+    `has_groups`: it has several
+    KV cache groups; `drops`: the engine computes the last matched unit again. `note` explains the reason
+    further.
     """
 
     slot: int
     rank: int
     trust: MapTrust
-    why: str = ""
+    distrust_reason: str = ""
     ahead: int = 0
     unit: int = 0
     has_groups: bool = False
@@ -134,7 +136,7 @@ class CandidateMatch(NamedTuple):
     """The data-parallel rank to send the request to; None if the worker has one rank only."""
     mapped: bool = False
     """Whether `tokens` come from the cache map; False if they come from the route history."""
-    why: str = ""
+    distrust_reason: str = ""
     """Why the map is not used, or is not whole; empty otherwise."""
 
 
@@ -321,7 +323,16 @@ Row: TypeAlias = (
     | tuple[float, float, float, float, float, float, float, float, float]
 )
 """A score and its `CostTerms`: prefill, wait, marginal, decode; then load, memory, eviction and ramp, unless
-all four are zero."""
+all four are zero. The names of the positions:"""
+SCORE: Final = 0
+PREFILL: Final = 1
+WAIT: Final = 2
+MARGINAL: Final = 3
+DECODE: Final = 4
+LOAD: Final = 5
+MEMORY: Final = 6
+SHORT_ROW: Final = 5
+# A loop over all workers unpacks the rows: a position by name costs a look-up more than a constant.
 
 
 _NO_OTHERS = [0.0] * 4
@@ -330,7 +341,7 @@ _NO_OTHERS = [0.0] * 4
 class Candidate(Struct, frozen=True, eq=False, gc=False):
     """One routable worker in a ranking.
 
-    `matched_tokens` is the number of prompt tokens whose KV the worker is expected to hold; `held` has them
+    `matched_tokens` is the number of prompt tokens whose KV the worker is expected to hold; `match` has them
     by tier, if the strategy reads a cache map.
     """
 
@@ -340,7 +351,7 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
     prefill_s: float
     terms_or_row: CostTerms | Row
     """Read `terms` instead."""
-    held: CandidateMatch | None = None
+    match: CandidateMatch | None = None
     counted_tokens: int | None = None
     """What the score counts of `matched_tokens` where the worker's reports contradict its predictions; None:
     all."""
@@ -368,7 +379,7 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
             self.matched_tokens,
             self.prefill_s,
             self.terms,
-            self.held,
+            self.match,
             self.counted,
         )
 
@@ -380,7 +391,7 @@ class Candidate(Struct, frozen=True, eq=False, gc=False):
     @property
     def rank(self) -> int | None:
         """The data-parallel rank to send the request to; None if the worker has one rank only."""
-        return None if self.held is None else self.held.rank
+        return None if self.match is None else self.match.rank
 
     @property
     def queue(self) -> WorkerLoad:
@@ -393,9 +404,9 @@ class Handover(Struct, frozen=True, gc=False):
 
     prefill: Candidate
     """The worker that computes the prompt."""
-    answering: Candidate
+    decode_of_pair: Candidate
     """The first worker of the ranking as the decode worker of the pair: `ranking[0]`."""
-    whole: Candidate
+    decode_only: Candidate
     """The first worker of the ranking as a candidate that computes the prompt itself."""
     moved_tokens: int
     """Prompt tokens that the first worker of the ranking lacks."""
@@ -407,7 +418,7 @@ class Handover(Struct, frozen=True, gc=False):
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that the prefill worker lacks, and therefore computes."""
-        return self.whole.matched_tokens + self.moved_tokens - self.prefill.matched_tokens
+        return self.decode_only.matched_tokens + self.moved_tokens - self.prefill.matched_tokens
 
 
 class RouteDecision(Struct, frozen=True, gc=False):
@@ -431,7 +442,7 @@ class RouteDecision(Struct, frozen=True, gc=False):
                     "matched_tokens": candidate.matched_tokens,
                     "counted_tokens": candidate.counted,
                     "terms_s": candidate.terms._asdict(),
-                    **_where(candidate.held),
+                    **_match_source(candidate.match),
                 }
                 for candidate in self.ranking
             ],
@@ -446,24 +457,24 @@ def _described(handover: Handover) -> dict[str, Any]:
         "prefill_cost_s": handover.prefill_cost_s,
         "matched_tokens": prefill.matched_tokens,
         "terms_s": prefill.terms._asdict(),
-        **_where(prefill.held),
+        **_match_source(prefill.match),
         "computed_tokens": handover.computed_tokens,
         "moved_tokens": handover.moved_tokens,
         "transfer_s": handover.transfer_s,
-        "score_without_s": handover.whole.score,
+        "score_without_s": handover.decode_only.score,
     }
 
 
-def _where(held: CandidateMatch | None) -> dict[str, Any]:
-    if held is None:
+def _match_source(match: CandidateMatch | None) -> dict[str, Any]:
+    if match is None:
         return {}
-    if not held.mapped and not held.why:  # a strategy without a cache map
-        return {"data_parallel_rank": held.rank}
+    if not match.mapped and not match.distrust_reason:  # a strategy without a cache map
+        return {"data_parallel_rank": match.rank}
     return {
-        "tiers": held.tokens._asdict(),
-        "data_parallel_rank": held.rank,
-        "believed_from": "cache events" if held.mapped else "what was sent there",
-        "map": held.why or "whole",
+        "tiers": match.tokens._asdict(),
+        "data_parallel_rank": match.rank,
+        "believed_from": "cache events" if match.mapped else "what was sent there",
+        "map": match.distrust_reason or "whole",
     }
 
 
@@ -536,11 +547,11 @@ def prefetch_of(candidate: Candidate, *, server_known: bool, delay_s: float) -> 
     # `L1Manager.reserve_write`). Worse, chunks that arrive during the engine's lookup are not found: the
     # lookup has passed L1 already, and must not load chunks that are in L1 by then (`_reserve_l1_cells`,
     # `l1_contended`).
-    held, terms = candidate.held, candidate.terms
-    if held is None or not held.tokens.l2 or not server_known:
+    match, terms = candidate.match, candidate.terms
+    if match is None or not match.tokens.l2 or not server_known:
         return None
     last_s = terms.wait - terms.load - delay_s
-    return Prefetch(held.tokens.total, last_s) if last_s > delay_s else None
+    return Prefetch(match.tokens.total, last_s) if last_s > delay_s else None
 
 
 class TokenWaitLimits(NamedTuple):

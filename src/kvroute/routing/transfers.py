@@ -118,8 +118,8 @@ class Links:
             self._update_mean()
 
     def _update_mean(self) -> None:
-        known = [link.token_s for link in self._by_slot.values()]
-        self._mean_s = sum(known) / len(known) if known else self._configured_s
+        measured = [link.token_s for link in self._by_slot.values()]
+        self._mean_s = sum(measured) / len(measured) if measured else self._configured_s
 
 
 class Transfers:

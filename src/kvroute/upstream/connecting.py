@@ -42,13 +42,13 @@ class Connector:
         if not self._is_name:
             return None
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        addresses = [Address(family, sockaddr) for family, _, _, _, sockaddr in found]
+        resolutions = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        addresses = [Address(family, sockaddr) for family, _, _, _, sockaddr in resolutions]
         if not addresses:
             raise OSError(f"{self._host} has no address")
         ordered = in_order(addresses, self._silent)
-        connected, place = await race(ordered, _connect)
-        self._silent = frozenset(ordered[:place])
+        connected, position = await race(ordered, _connect)
+        self._silent = frozenset(ordered[:position])
         return connected
 
 
@@ -60,7 +60,9 @@ def in_order(addresses: Sequence[Address], silent: frozenset[Address]) -> list[A
     by_family: dict[int, list[Address]] = {}
     for address in dict.fromkeys(addresses):
         by_family.setdefault(address.family, []).append(address)
-    mixed = [each for each in chain.from_iterable(zip_longest(*by_family.values())) if each is not None]
+    mixed = [
+        address for address in chain.from_iterable(zip_longest(*by_family.values())) if address is not None
+    ]
     return sorted(mixed, key=silent.__contains__)
 
 
@@ -69,7 +71,7 @@ async def race(
     connect: Callable[[Address], Awaitable[socket.socket]],
     delay_s: float = ATTEMPT_DELAY_S,
 ) -> tuple[socket.socket, int]:
-    """The first connection, and the place of its address. Other attempts are cancelled, their sockets closed.
+    """The first connection, and the position of its address. Other attempts are cancelled and closed.
 
     Raises the error of an address that refused, or else the first error, when every attempt has failed.
     """
@@ -80,8 +82,8 @@ async def race(
     try:
         while waiting or running:
             if waiting:
-                place, address = waiting.popleft()
-                running[asyncio.ensure_future(connect(address))] = place
+                position, address = waiting.popleft()
+                running[asyncio.ensure_future(connect(address))] = position
             done, _ = await asyncio.wait(
                 running, timeout=delay_s if waiting else None, return_when=asyncio.FIRST_COMPLETED
             )
@@ -94,7 +96,7 @@ async def race(
                 if not isinstance(error, OSError):
                     raise error
                 errors.append(error)
-        raise next((each for each in errors if isinstance(each, ConnectionRefusedError)), errors[0])
+        raise next((failure for failure in errors if isinstance(failure, ConnectionRefusedError)), errors[0])
     finally:
         losers = [task for task in running if task is not winner]
         for task in losers:

@@ -364,14 +364,14 @@ class UpstreamConnection(asyncio.Protocol):
                 if exchange.on_read(end) > self._unread_limit:
                     self.pause_reading()
                 return
-        rest = data[at:]
-        if rest == LAST_CHUNK:
+        unparsed = data[at:]
+        if unparsed == LAST_CHUNK:
             self._complete(exchange, True)
             return
         self._at_plain_chunk = False
         # The parser has not seen the head, so it gets a short one. `on_headers_complete` ignores it.
         self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        self._parse(exchange, rest, end)
+        self._parse(exchange, unparsed, end)
 
     def eof_received(self) -> None:
         transport = self._transport

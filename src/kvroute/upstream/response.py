@@ -43,12 +43,12 @@ _ZERO = ord("0")
 _new = tuple.__new__
 
 
-def unframed(part: bytes) -> bytes:
-    """The body of `part` if `part` is exactly one framed chunk (`CHUNK`), otherwise `part` itself."""
-    line = CHUNK(part)
-    if line is None or line.end() + int(line[1], 16) + 2 != len(part):
-        return part
-    return part[line.end() : -2]
+def unframed(piece: bytes) -> bytes:
+    """The body of `piece` if `piece` is exactly one framed chunk (`CHUNK`), otherwise `piece` itself."""
+    line = CHUNK(piece)
+    if line is None or line.end() + int(line[1], 16) + 2 != len(piece):
+        return piece
+    return piece[line.end() : -2]
 
 
 class PlainAnswer(NamedTuple):
@@ -90,9 +90,9 @@ class _Field(NamedTuple):
 class _KnownHead(NamedTuple):
     """A head that a worker has sent before, with a gap where the digits of its Content-Length are."""
 
-    before: bytes
+    head_start: bytes
     """The head up to the digits."""
-    before_bytes: int
+    head_start_bytes: int
     max_bytes: int
     """Length of the head with the longest possible number."""
     behind: bytes
@@ -106,8 +106,8 @@ class _KnownHead(NamedTuple):
 
 def _match_known_head(head: _KnownHead, data: bytes) -> PlainAnswer | None:
     """The answer in `data` if `data` begins with `head` and any Content-Length above 0."""
-    before, at, max_bytes, behind, behind_bytes, status, reason, fields = head
-    if not data.startswith(before):
+    head_start, at, max_bytes, behind, behind_bytes, status, reason, fields = head
+    if not data.startswith(head_start):
         return None
     after = data.find(behind, at, max_bytes)
     digits = data[at:after]
@@ -162,9 +162,9 @@ class PlainAnswers:
         head = self._heads.get(around)
         digits = data[at + 18 : after]
         if head is None or not _LENGTH(digits):
-            known = len(self._fields) + (data[at + 2 : after] not in self._fields)
+            known_fields = len(self._fields) + (data[at + 2 : after] not in self._fields)
             answer = self._read(data, end)
-            if answer is not None and known == len(self._fields) and end <= _MAX_CACHED_HEAD_BYTES:
+            if answer is not None and known_fields == len(self._fields) and end <= _MAX_CACHED_HEAD_BYTES:
                 # No line was new, except perhaps the length: this head will probably come again.
                 self._cache_head(around, data[: at + 18], data[after : end + 4], answer)
             return answer
@@ -184,7 +184,7 @@ class PlainAnswers:
         return line.end()
 
     def _cache_head(
-        self, around: tuple[bytes, bytes], before: bytes, behind: bytes, answer: PlainAnswer
+        self, around: tuple[bytes, bytes], head_start: bytes, behind: bytes, answer: PlainAnswer
     ) -> None:
         """Cache the head of an answer with a Content-Length."""
         if len(self._heads) >= _MAX_CACHED_HEADS:
@@ -192,9 +192,9 @@ class PlainAnswers:
         fields_before, name, after = (b"\r\n" + answer.fields).partition(b"\r\ncontent-length: ")
         digits, _, _ = after.partition(b"\r\n")
         self._heads[around] = _KnownHead(
-            before,
-            len(before),
-            len(before) + _MAX_LENGTH_DIGITS + len(behind),
+            head_start,
+            len(head_start),
+            len(head_start) + _MAX_LENGTH_DIGITS + len(behind),
             behind,
             len(behind),
             answer.status,
@@ -210,12 +210,12 @@ class PlainAnswers:
         answer = self._chunked_heads.get(data[:end])
         if answer is not None:
             return answer
-        known = len(self._fields)
+        known_fields = len(self._fields)
         answer = self._read(data, end)
         if (
             answer is not None
             and answer.body_bytes is None
-            and known == len(self._fields)
+            and known_fields == len(self._fields)
             and end <= _MAX_CACHED_HEAD_BYTES
         ):
             if len(self._chunked_heads) >= _MAX_CACHED_HEADS:
@@ -224,15 +224,15 @@ class PlainAnswers:
         return answer
 
     def _read(self, data: bytes, end: int) -> PlainAnswer | None:
-        first, *lines = data[:end].split(b"\r\n")
-        status = self._statuses.get(first) or self._parse_status(first)
+        status_line, *lines = data[:end].split(b"\r\n")
+        status = self._statuses.get(status_line) or self._parse_status(status_line)
         if status is None:
             return None
-        known = self._fields
+        parsed_fields = self._fields
         try:
-            fields = [known[line] for line in lines]
+            fields = [parsed_fields[line] for line in lines]
         except KeyError:
-            parsed = [known.get(line) or self._parse_field(line) for line in lines]
+            parsed = [parsed_fields.get(line) or self._parse_field(line) for line in lines]
             fields = [field for field in parsed if field is not None]
             if len(fields) < len(parsed):
                 return None

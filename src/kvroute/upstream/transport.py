@@ -423,16 +423,16 @@ class AnyWorkerTransport(httpx.AsyncBaseTransport):
         except ValueError as error:
             raise httpx.UnsupportedProtocol(str(error), request=request) from error
         self._transports = {
-            origin: each
-            for origin, each in self._transports.items()
-            if each.in_flight or each.transport.open_connections
+            origin: target
+            for origin, target in self._transports.items()
+            if target.in_flight or target.transport.open_connections
         }
         self._transports[url.scheme, url.host, url.port] = added
         return added
 
     async def aclose(self) -> None:
         """Close every connection; running requests fail."""
-        await asyncio.gather(*(each.transport.aclose() for each in self._transports.values()))
+        await asyncio.gather(*(target.transport.aclose() for target in self._transports.values()))
         self._transports.clear()
 
 

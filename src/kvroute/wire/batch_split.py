@@ -75,9 +75,9 @@ def layout_of(data: bytes, at: int) -> Generator[None, None, EventLayout]:
             raise WireError("an event is neither a map nor an array")
         count, at = values
         at = yield from _walk_field(data, event, "type", at)
-        known = FIELDS.get(event.tag.decode(errors="replace"), ())
+        field_names = FIELDS.get(event.tag.decode(errors="replace"), ())
         for index in range(count - 1):
-            field_name = known[index] if index < len(known) else f"#{index}"
+            field_name = field_names[index] if index < len(field_names) else f"#{index}"
             at = yield from _walk_field(data, event, field_name, at)
     event.end = at
     _check_layout(data, event)
@@ -90,11 +90,11 @@ def _walk_field(data: bytes, event: EventLayout, name: str, at: int) -> Generato
         event.is_divisible = False
     if name == "type":
         event.tag, at = text_at(data, at)
-    elif name == "block_hashes" and (found := array_at(data, at)) is not None:
-        event.hashes, at = found
+    elif name == "block_hashes" and (array := array_at(data, at)) is not None:
+        event.hashes, at = array
         at = yield from _walk_hashes(data, event, at)
-    elif name == "token_ids" and (found := array_at(data, at)) is not None:
-        event.ids, at = found
+    elif name == "token_ids" and (array := array_at(data, at)) is not None:
+        event.ids, at = array
         at = yield from _walk_ids(data, event, at)
     else:
         at = yield from skip(data, at)
@@ -103,38 +103,38 @@ def _walk_field(data: bytes, event: EventLayout, name: str, at: int) -> Generato
 
 
 def _walk_hashes(data: bytes, event: EventLayout, at: int) -> Generator[None, None, int]:
-    left = event.hashes
-    while left:
-        step_count = min(PART_HASHES, left)
+    remaining = event.hashes
+    while remaining:
+        step_count = min(PART_HASHES, remaining)
         stop = after_hashes(data, at, step_count)
         if not stop:
             event.is_divisible = False
-            return (yield from skip(data, at, left))
+            return (yield from skip(data, at, remaining))
         at = stop
-        left -= step_count
+        remaining -= step_count
         yield
     return at
 
 
 def _walk_ids(data: bytes, event: EventLayout, at: int) -> Generator[None, None, int]:
     """The end of the token ids. Fills `marks` if each hash has the same number of token ids."""
-    left = event.ids
+    remaining = event.ids
     step = STEP_IDS
-    fits = bool(left and event.hashes) and left % event.hashes == 0
+    fits = bool(remaining and event.hashes) and remaining % event.hashes == 0
     if fits:
-        size = left // event.hashes
+        size = remaining // event.hashes
         event.part_hashes = max(1, STEP_IDS // size)
         step = event.part_hashes * size
         event.marks.append(at)
-    while left:
-        step_count = min(step, left)
+    while remaining:
+        step_count = min(step, remaining)
         stop = after_ids(data, at, step_count)
         if not stop:
             event.is_divisible = False
             event.marks.clear()
-            return (yield from skip(data, at, left))
+            return (yield from skip(data, at, remaining))
         at = stop
-        left -= step_count
+        remaining -= step_count
         if fits:
             event.marks.append(at)
         yield
@@ -166,16 +166,16 @@ def parts_of(data: bytes, event: EventLayout) -> Iterator[EventPart | None]:
     Raises `WireError` for malformed extra keys.
     """
     fields = event.fields
-    found = array_at(data, fields["block_hashes"][0])
-    assert found is not None
-    at, parent = found[1], b""
+    hashes = array_at(data, fields["block_hashes"][0])
+    assert hashes is not None
+    at, parent = hashes[1], b""
     is_stored = event.tag == b"BlockStored"
     from_root = is_stored and data[slice(*fields["parent_block_hash"])] == _NIL
     placeholder_ids = b"\x90" if not event.ids else b"\x91\x00"
     extra = yield from _row_parts(data, event, "extra_keys", _check_extra) if is_stored else ()
     ahead = yield from _row_parts(data, event, "lookahead_token_ids", _check_ids) if is_stored else ()
-    for number, first in enumerate(range(0, event.hashes, event.part_hashes)):
-        count = min(event.part_hashes, event.hashes - first)
+    for number, start_hash in enumerate(range(0, event.hashes, event.part_hashes)):
+        count = min(event.part_hashes, event.hashes - start_hash)
         last = after_hashes(data, at, count - 1)
         stop = after_hashes(data, last, 1)
         new = {"block_hashes": _array(count) + data[at:stop]}
@@ -193,7 +193,7 @@ def parts_of(data: bytes, event: EventLayout) -> Iterator[EventPart | None]:
                 new["lookahead_token_ids"] = ahead[number] if number < len(ahead) else _NIL
             parent = data[last:stop]
         at = stop
-        yield EventPart(_with(data, event, new), number == 0, first + count == event.hashes, from_root)
+        yield EventPart(_with(data, event, new), number == 0, start_hash + count == event.hashes, from_root)
 
 
 def _row_parts(
@@ -201,25 +201,25 @@ def _row_parts(
 ) -> Generator[None, None, list[bytes]]:
     """A field with one row per block, divided like the hashes; empty if the event does not have it."""
     span = event.fields.get(name)
-    found = None if span is None else array_at(data, span[0])
-    if span is None or found is None:
+    rows = None if span is None else array_at(data, span[0])
+    if span is None or rows is None:
         return []
-    count, at = found
+    count, at = rows
     parts = []
-    for first in range(0, count, event.part_hashes):
-        step_count = min(event.part_hashes, count - first)
+    for start_row in range(0, count, event.part_hashes):
+        step_count = min(event.part_hashes, count - start_row)
         if data.startswith(_NIL * step_count, at):
             stop = at + step_count
-            part = _array(step_count) + data[at:stop]
+            packed_rows = _array(step_count) + data[at:stop]
         else:
             stop = yield from skip(data, at, step_count)
-            part = _array(step_count) + data[at:stop]
+            packed_rows = _array(step_count) + data[at:stop]
             try:
-                check(part)
+                check(packed_rows)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise WireError(f"malformed {name}") from error
             yield
-        parts.append(part)
+        parts.append(packed_rows)
         at = stop
     return parts
 
@@ -299,14 +299,14 @@ def split_batch(payload: bytes) -> Iterator[Piece | None]:
     batch = yield from _batch_at(payload)
     ends = _small_ends(payload, batch) if len(payload) <= LARGE_BYTES else None
     group = at = batch.start
-    left, events, tagged = batch.events, 0, ends is None
-    while left and len(payload) - at > SMALL_BYTES:
+    remaining, events, tagged = batch.events, 0, ends is None
+    while remaining and len(payload) - at > SMALL_BYTES:
         count, stop, event = 0, at, None
         if tagged:
-            count, stop = _count_tagged(payload, at, left)
+            count, stop = _count_tagged(payload, at, remaining)
             tagged = count >= 0
         elif ends is not None:
-            count, stop = 1, ends[batch.events - left]
+            count, stop = 1, ends[batch.events - remaining]
         if count <= 0 or stop - at > SMALL_BYTES:
             event = yield from layout_of(payload, at)
             count, stop = 1, event.end
@@ -314,18 +314,18 @@ def split_batch(payload: bytes) -> Iterator[Piece | None]:
         if events and stop - group > SMALL_BYTES:
             yield _piece(batch, payload[group:at], events)
             group, events = at, 0
-        left -= count
+        remaining -= count
         if event is not None and stop - at > SMALL_BYTES:
-            yield from _divide(payload, batch, event, is_last=not left)
+            yield from _divide(payload, batch, event, is_last=not remaining)
             group = stop
         else:
             events += count
         at = stop
-    if left and events and len(payload) - group > SMALL_BYTES:
+    if remaining and events and len(payload) - group > SMALL_BYTES:
         yield _piece(batch, payload[group:at], events)
         group, events = at, 0
-    if left or events or not batch.events:
-        yield _piece(batch, payload[group:], events + left, is_last=True)
+    if remaining or events or not batch.events:
+        yield _piece(batch, payload[group:], events + remaining, is_last=True)
 
 
 def _batch_at(payload: bytes) -> Generator[None, None, _Batch]:
@@ -355,10 +355,10 @@ def _batch_at(payload: bytes) -> Generator[None, None, _Batch]:
         if not short_head:
             raise WireError("a batch without a time before its events")
         short_head, head = b"\x82" + short_head + payload[start:at], payload[:at]
-    found = array_at(payload, at)
-    if found is None:
+    events = array_at(payload, at)
+    if events is None:
         raise WireError("the events are not an array")
-    return _Batch(head, short_head, *found)
+    return _Batch(head, short_head, *events)
 
 
 def _small_ends(payload: bytes, batch: _Batch) -> list[int] | None:
@@ -376,7 +376,7 @@ def _small_ends(payload: bytes, batch: _Batch) -> list[int] | None:
     return ends
 
 
-def _count_tagged(payload: bytes, at: int, left: int) -> tuple[int, int]:
+def _count_tagged(payload: bytes, at: int, remaining: int) -> tuple[int, int]:
     """(number, end) of the next events within `SMALL_BYTES`, found by their first key.
 
     The number is 0 if the next event is large, and -1 if the bytes only resemble events.
@@ -389,7 +389,7 @@ def _count_tagged(payload: bytes, at: int, left: int) -> tuple[int, int]:
         _decode_rows(b"\xdd" + count.to_bytes(4, "big") + payload[at:stop])
     except _UNREADABLE:
         return -1, at
-    return (count, stop) if count < left else (-1, at)
+    return (count, stop) if count < remaining else (-1, at)
 
 
 def _divide(payload: bytes, batch: _Batch, event: EventLayout, *, is_last: bool) -> Iterator[Piece | None]:
@@ -399,19 +399,19 @@ def _divide(payload: bytes, batch: _Batch, event: EventLayout, *, is_last: bool)
         yield _piece(batch, payload[event.start : event.end] + tail, 1, is_last=is_last, is_whole=True)
         return
     room = 4 * len(payload) + MAX_WHOLE_BYTES  # each part has a copy of the fields that are not divided
-    for part in parts_of(payload, event):
-        if part is None:
+    for event_part in parts_of(payload, event):
+        if event_part is None:
             yield None
             continue
-        room -= len(part.event)
-        if len(part.event) > MAX_WHOLE_BYTES or room < 0:
+        room -= len(event_part.event)
+        if len(event_part.event) > MAX_WHOLE_BYTES or room < 0:
             raise WireError("a field of an event cannot be divided and is too long")
-        ends = is_last and part.is_last
+        ends = is_last and event_part.is_last
         yield Piece(
-            _encode(batch, part.event + tail if ends else part.event, 1, is_last=ends),
-            continues=not part.is_first,
-            from_root=part.from_root,
-            is_checked=not (part.is_first or ends),
+            _encode(batch, event_part.event + tail if ends else event_part.event, 1, is_last=ends),
+            continues=not event_part.is_first,
+            from_root=event_part.from_root,
+            is_checked=not (event_part.is_first or ends),
         )
 
 

@@ -335,15 +335,15 @@ def _siphash(data: bytes, k0: int, k1: int, rounds: tuple[int, int]) -> int:
         nonlocal v0, v1, v2, v3
         for _ in range(times):
             v0 = (v0 + v1) & _MASK
-            v1 = _left(v1, 13) ^ v0
-            v0 = _left(v0, 32)
+            v1 = _rotated_left(v1, 13) ^ v0
+            v0 = _rotated_left(v0, 32)
             v2 = (v2 + v3) & _MASK
-            v3 = _left(v3, 16) ^ v2
+            v3 = _rotated_left(v3, 16) ^ v2
             v0 = (v0 + v3) & _MASK
-            v3 = _left(v3, 21) ^ v0
+            v3 = _rotated_left(v3, 21) ^ v0
             v2 = (v2 + v1) & _MASK
-            v1 = _left(v1, 17) ^ v2
-            v2 = _left(v2, 32)
+            v1 = _rotated_left(v1, 17) ^ v2
+            v2 = _rotated_left(v2, 32)
 
     whole = len(data) - len(data) % 8
     words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, whole, 8)]
@@ -357,5 +357,5 @@ def _siphash(data: bytes, k0: int, k1: int, rounds: tuple[int, int]) -> int:
     return v0 ^ v1 ^ v2 ^ v3
 
 
-def _left(value: int, bits: int) -> int:
+def _rotated_left(value: int, bits: int) -> int:
     return (value << bits | value >> (64 - bits)) & _MASK

@@ -163,7 +163,7 @@ class ServerStatus(Struct, frozen=True):
         if self.storage_manager is None or not self.storage_manager.l1_managers:
             return None
         managers = self.storage_manager.l1_managers.values()
-        return sum(each.total_object_count - each.staging_object_count for each in managers)
+        return sum(manager.total_object_count - manager.staging_object_count for manager in managers)
 
 
 class _Body(Struct, frozen=True):
@@ -249,13 +249,13 @@ def _split_batch(body: bytes | bytearray, start: int, end: int) -> Iterator[byte
     if end - start <= PIECE_BYTES:
         yield bytes(body[start:end])
         return
-    first = body.index(_ENTRIES, start, end) + len(_ENTRIES)
-    last = body.rindex(b"}]", first, end) + 1
-    head, tail = bytes(body[start:first]), bytes(body[last:end])
-    while first < last:
-        following = body.find(_ENTRY, min(first + PIECE_BYTES, last), last)
-        yield head + bytes(body[first : following - 1 if following > 0 else last]) + tail
-        first = following if following > 0 else last
+    entry_start = body.index(_ENTRIES, start, end) + len(_ENTRIES)
+    last = body.rindex(b"}]", entry_start, end) + 1
+    head, tail = bytes(body[start:entry_start]), bytes(body[last:end])
+    while entry_start < last:
+        following = body.find(_ENTRY, min(entry_start + PIECE_BYTES, last), last)
+        yield head + bytes(body[entry_start : following - 1 if following > 0 else last]) + tail
+        entry_start = following if following > 0 else last
 
 
 _SAMPLE: Final = re.compile(
@@ -275,13 +275,13 @@ class LoadRates:
     loads: dict[str, int] = field(default_factory=dict)
     gb_s: dict[str, float] = field(default_factory=dict)
 
-    def since(self, before: LoadRates) -> dict[str, tuple[float, int]]:
-        """Tier -> (mean rate in GB/s, number) of the loads after `before`; empty if the server has
+    def since(self, earlier: LoadRates) -> dict[str, tuple[float, int]]:
+        """Tier -> (mean rate in GB/s, number) of the loads after `earlier`; empty if the server has
         restarted."""
         rates: dict[str, tuple[float, int]] = {}
         for tier, loads in self.loads.items():
-            count = loads - before.loads.get(tier, 0)
-            total = self.gb_s.get(tier, 0.0) - before.gb_s.get(tier, 0.0)
+            count = loads - earlier.loads.get(tier, 0)
+            total = self.gb_s.get(tier, 0.0) - earlier.gb_s.get(tier, 0.0)
             if count < 0:
                 return {}
             if count and total > 0:

@@ -52,12 +52,12 @@ _HASHES: Final = _runs(_HASH, 16, 1)
 def _sizes() -> bytes:
     """Value size in bytes by first byte; 0 if the first byte does not determine the size."""
     sizes = bytearray(256)
-    for first in range(256):
-        if first < 0x80 or first >= 0xE0:
-            sizes[first] = 1
-        elif 0xA0 <= first < 0xC0:
-            sizes[first] = 1 + (first & 0x1F)
-    for first, size in {
+    for head in range(256):
+        if head < 0x80 or head >= 0xE0:
+            sizes[head] = 1
+        elif 0xA0 <= head < 0xC0:
+            sizes[head] = 1 + (head & 0x1F)
+    for head, size in {
         0xC0: 1,
         0xC2: 1,
         0xC3: 1,
@@ -77,7 +77,7 @@ def _sizes() -> bytes:
         0xD7: 10,
         0xD8: 18,
     }.items():
-        sizes[first] = size
+        sizes[head] = size
     return bytes(sizes)
 
 
@@ -89,24 +89,24 @@ _EXTENSIONS: Final = frozenset({0xC7, 0xC8, 0xC9})
 
 def array_at(data: bytes, at: int) -> tuple[int, int] | None:
     """(number of values, start of the first one) of the array at `at`; None if there is no array."""
-    first = _byte(data, at)
-    if first & 0xF0 == 0x90:
-        return first & 0x0F, at + 1
-    if first == 0xDC:
+    head = _byte(data, at)
+    if head & 0xF0 == 0x90:
+        return head & 0x0F, at + 1
+    if head == 0xDC:
         return _unsigned(data, at + 1, 2), at + 3
-    if first == 0xDD:
+    if head == 0xDD:
         return _unsigned(data, at + 1, 4), at + 5
     return None
 
 
 def map_at(data: bytes, at: int) -> tuple[int, int] | None:
     """(number of pairs, start of the first one) of the map at `at`; None if there is no map."""
-    first = _byte(data, at)
-    if first & 0xF0 == 0x80:
-        return first & 0x0F, at + 1
-    if first == 0xDE:
+    head = _byte(data, at)
+    if head & 0xF0 == 0x80:
+        return head & 0x0F, at + 1
+    if head == 0xDE:
         return _unsigned(data, at + 1, 2), at + 3
-    if first == 0xDF:
+    if head == 0xDF:
         return _unsigned(data, at + 1, 4), at + 5
     return None
 
@@ -128,41 +128,41 @@ def after_hashes(data: bytes, at: int, count: int) -> int:
 def _after(runs: list[tuple[int, re.Pattern[bytes]]], data: bytes, at: int, count: int) -> int:
     for length, pattern in runs:
         while count >= length:
-            found = pattern.match(data, at)
-            if found is None:
+            match = pattern.match(data, at)
+            if match is None:
                 return 0
-            at = found.end()
+            at = match.end()
             count -= length
     return at
 
 
 def skip(data: bytes, at: int, values: int = 1) -> Generator[None, None, int]:
     """The end of the next `values` values of any kind. Yields after every `_PAUSE` steps."""
-    left, steps, end = values, 0, len(data)
-    while left:
+    remaining, steps, end = values, 0, len(data)
+    while remaining:
         if at >= end:
             raise WireError("a truncated value")
         size = _SIZES[data[at]]
         if size:
             at += size
-            left -= 1
+            remaining -= 1
         elif (entries := array_at(data, at)) is not None:
             count, at = entries
-            left += count - 1
-            while count >= 16 and (found := _plain.match(data, at)) is not None:
-                at = found.end()
+            remaining += count - 1
+            while count >= 16 and (match := _plain.match(data, at)) is not None:
+                at = match.end()
                 count -= 16
-                left -= 16
+                remaining -= 16
                 steps += 1
                 if steps >= _PAUSE:
                     steps = 0
                     yield
         elif (pairs := map_at(data, at)) is not None:
             count, at = pairs
-            left += 2 * count - 1
+            remaining += 2 * count - 1
         else:
             at = _after_counted(data, at)
-            left -= 1
+            remaining -= 1
         steps += 1
         if steps >= _PAUSE:
             steps = 0
@@ -174,10 +174,10 @@ def skip(data: bytes, at: int, values: int = 1) -> Generator[None, None, int]:
 
 def text_at(data: bytes, at: int) -> tuple[bytes, int]:
     """The text of at most 255 bytes at `at`, and its end. Raises WireError for other values."""
-    first = _byte(data, at)
-    if 0xA0 <= first < 0xC0:
-        start, size = at + 1, first & 0x1F
-    elif first == 0xD9:
+    head = _byte(data, at)
+    if 0xA0 <= head < 0xC0:
+        start, size = at + 1, head & 0x1F
+    elif head == 0xD9:
         start, size = at + 2, _unsigned(data, at + 1, 1)
     else:
         raise WireError("text was expected")
@@ -185,11 +185,11 @@ def text_at(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _after_counted(data: bytes, at: int) -> int:
-    first = data[at]
-    width = _COUNTED.get(first)
+    head = data[at]
+    width = _COUNTED.get(head)
     if width is None:
         raise WireError("not a msgpack value")
-    return at + 1 + width + _unsigned(data, at + 1, width) + (first in _EXTENSIONS)
+    return at + 1 + width + _unsigned(data, at + 1, width) + (head in _EXTENSIONS)
 
 
 def _byte(data: bytes, at: int) -> int:

@@ -79,9 +79,9 @@ class MessageReader:
     def __init__(self) -> None:
         self.commands: list[bytes] = []
         """Bodies of the commands that arrived, oldest first."""
-        self._rest = bytearray()
+        self._incomplete = bytearray()
         self._needed = 0
-        """The length of `_rest` from which the next frame is complete."""
+        """The length of `_incomplete` from which the next frame is complete."""
         self._frames: list[bytes] = []
         """The frames of the incomplete message."""
         self._prefix = b""
@@ -97,20 +97,20 @@ class MessageReader:
         Raises WireError for bytes that are not ZMTP and for a message above `MAX_MESSAGE_BYTES`; the reader
         must not be used after that.
         """
-        rest = self._rest
-        if rest:
-            rest += data
-            if len(rest) < self._needed:
+        incomplete = self._incomplete
+        if incomplete:
+            incomplete += data
+            if len(incomplete) < self._needed:
                 return ()
-            data = bytes(rest)
-            rest.clear()
+            data = bytes(incomplete)
+            incomplete.clear()
         messages: list[Sequence[bytes]] = []
-        frames, place, size = self._frames, 0, len(data)
+        frames, position, size = self._frames, 0, len(data)
         needed, prefix = 2, self._prefix
         prefix_bytes = len(prefix)
-        while (body := place + 2) <= size:
-            if prefix and not frames and data.startswith(prefix, place):  # one step instead of three
-                second = place + prefix_bytes
+        while (body := position + 2) <= size:
+            if prefix and not frames and data.startswith(prefix, position):  # one step instead of three
+                second = position + prefix_bytes
                 third = second + _EIGHT
                 if third + 1 < size and not data[third]:
                     body, end = third + 2, third + 2 + data[third + 1]
@@ -121,26 +121,26 @@ class MessageReader:
                     end = size + 1
                 if end <= size:
                     messages.append([prefix[2:-2], data[second:third], data[body:end]])
-                    place = end
+                    position = end
                     continue
-                body = place + 2
-            flags, length = data[place], data[place + 1]
+                body = position + 2
+            flags, length = data[position], data[position + 1]
             if flags > _ALL:
                 raise WireError("not a ZMTP frame")
             if flags & _LONG:
-                body = place + 9
+                body = position + 9
                 if body > size:
                     needed = 9
                     break
-                length = int.from_bytes(data[place + 1 : body])
+                length = int.from_bytes(data[position + 1 : body])
                 if length > MAX_MESSAGE_BYTES:
                     raise WireError(f"a ZMTP frame of {length} bytes")
             end = body + length
             if end > size:
-                needed = end - place
+                needed = end - position
                 break
             frame = data[body:end]
-            place = end
+            position = end
             if flags & _COMMAND:
                 self.commands.append(frame)
                 continue
@@ -156,15 +156,15 @@ class MessageReader:
                 prefix_bytes = len(prefix)
             frames = []
         self._frames = frames
-        if place < size:
-            rest += data[place:]
+        if position < size:
+            incomplete += data[position:]
             self._needed = needed
         return messages
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the incomplete message."""
-        return len(self._rest) + sum(map(len, self._frames))
+        return len(self._incomplete) + sum(map(len, self._frames))
 
     def _check(self, frames: Sequence[bytes]) -> None:
         if len(frames) > _MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE_BYTES:

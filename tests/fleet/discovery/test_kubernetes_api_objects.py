@@ -90,9 +90,9 @@ async def test_others_have_turns_while_a_page_is_read(monkeypatch):
 def test_a_slice_has_at_most_as_many_endpoints_as_kubernetes_allows():
     many = [{"addresses": [f"10.0.{n // 250}.{n % 250}"]} for n in range(1001)]
 
-    assert len(read_endpoint_slice(slice_of(*many[:1000]), READER).found) == 1000
+    assert len(read_endpoint_slice(slice_of(*many[:1000]), READER).workers) == 1000
     reading = read_endpoint_slice(slice_of(*many), READER)
-    assert not reading.found
+    assert not reading.workers
     assert "1000 endpoints" in reading.trouble
 
 
@@ -109,7 +109,7 @@ def test_a_slice_has_at_most_as_many_endpoints_as_kubernetes_allows():
     ],
 )
 def test_a_port_is_named_or_numbered(wanted, ports, url, pod):
-    (found,) = read_pod(pod("a", ports=ports), ObjectReader(wanted)).found
+    (found,) = read_pod(pod("a", ports=ports), ObjectReader(wanted)).workers
 
     assert found.url == url
 
@@ -117,7 +117,7 @@ def test_a_port_is_named_or_numbered(wanted, ports, url, pod):
 def test_an_unknown_port_name_is_trouble(pod):
     reading = read_pod(pod("a"), ObjectReader("grpc"))
 
-    assert reading.found == ()
+    assert reading.workers == ()
     assert "pod a" in reading.trouble
     assert "'grpc'" in reading.trouble
 
@@ -127,13 +127,13 @@ def test_a_sidecar_may_have_the_port_and_a_plain_init_container_not(pod):
     sidecar = {"name": "proxy", "ports": [{"name": "http", "containerPort": 80}], "restartPolicy": "Always"}
     item["spec"]["initContainers"] = [{"ports": [{"name": "http", "containerPort": 1}]}, sidecar]
 
-    (found,) = read_pod(item, READER).found
+    (found,) = read_pod(item, READER).workers
 
     assert found.url == "http://10.0.0.1:80"
 
 
 def test_an_ipv6_address_is_bracketed_and_the_scheme_is_as_configured(pod):
-    (found,) = read_pod(pod("a", "fd00::1"), ObjectReader(1, "https")).found
+    (found,) = read_pod(pod("a", "fd00::1"), ObjectReader(1, "https")).workers
 
     assert found.url == "https://[fd00::1]:1"
 
@@ -151,7 +151,7 @@ def test_an_ipv6_address_is_bracketed_and_the_scheme_is_as_configured(pod):
     ],
 )
 def test_models_come_from_the_label_or_the_annotation_of_its_key(labels, annotations, models, pod):
-    (found,) = read_pod(pod("a", labels=labels, annotations=annotations), READER).found
+    (found,) = read_pod(pod("a", labels=labels, annotations=annotations), READER).workers
 
     assert found.spec(draining=False) == WorkerSpec(WorkerId("a"), "http://10.0.0.1:8000", models)
 
@@ -160,10 +160,10 @@ def test_a_role_is_read_and_may_be_a_condition(pod):
     decoding, plain = pod("a", labels={"role": "decode"}), pod("b")
     only = ObjectReader("http", role_label="role", roles=("decode", "both"))
 
-    assert [found.role for found in read_pod(decoding, READER).found] == ["decode"]
-    assert [found.role for found in read_pod(plain, READER).found] == [None]
-    assert [found.role for found in read_pod(decoding, only).found] == ["decode"]
-    assert read_pod(plain, only).found == ()
+    assert [found.role for found in read_pod(decoding, READER).workers] == ["decode"]
+    assert [found.role for found in read_pod(plain, READER).workers] == [None]
+    assert [found.role for found in read_pod(decoding, only).workers] == ["decode"]
+    assert read_pod(plain, only).workers == ()
     assert read_pod(pod("c", ports=[]), only).trouble == ""  # not ours, so not our trouble
 
 
@@ -182,7 +182,7 @@ def test_an_endpoint_is_named_after_its_pod_or_its_place():
     outside = {"addresses": ["10.0.0.2", "10.0.0.9"]}
     node = {"addresses": ["10.0.0.3"], "targetRef": {"kind": "Node", "name": "n"}}
 
-    found = read_endpoint_slice(slice_of(named, outside, node), READER).found
+    found = read_endpoint_slice(slice_of(named, outside, node), READER).workers
 
     assert [(each.name, each.url) for each in found] == [
         ("a", "http://10.0.0.1:8000"),
@@ -204,7 +204,7 @@ def test_an_endpoint_is_named_after_its_pod_or_its_place():
 def test_conditions_of_an_endpoint(conditions, ready, terminating):
     endpoint = {"addresses": ["10.0.0.1"], "conditions": conditions}
 
-    (found,) = read_endpoint_slice(slice_of(endpoint), READER).found
+    (found,) = read_endpoint_slice(slice_of(endpoint), READER).workers
 
     assert (found.is_ready, found.is_terminating) == (ready, terminating)
 
@@ -214,20 +214,20 @@ def test_a_slice_without_the_port_is_trouble_unless_it_is_empty():
 
     assert "EndpointSlice s" in read_endpoint_slice(slice_of(endpoint), ObjectReader("grpc")).trouble
     assert read_endpoint_slice(slice_of(), ObjectReader("grpc")).trouble == ""
-    assert read_endpoint_slice(slice_of(endpoint), ObjectReader(99)).found[0].url == "http://10.0.0.1:99"
+    assert read_endpoint_slice(slice_of(endpoint), ObjectReader(99)).workers[0].url == "http://10.0.0.1:99"
 
 
 def test_names_instead_of_addresses_are_left_to_dns():
     assert not read_endpoint_slice(
         slice_of({"addresses": ["db.example.com"]}, addressType="FQDN"), READER
-    ).found
+    ).workers
 
 
 def test_values_of_the_role_label_may_have_other_names(pod):
     reader = ObjectReader("http", role_label="model", meanings={"llama-prefill": "prefill"})
 
     found = [
-        read_pod(pod("a", labels={"model": value}), reader).found[0].role
+        read_pod(pod("a", labels={"model": value}), reader).workers[0].role
         for value in ("llama-prefill", "other")
     ]
 
@@ -238,7 +238,7 @@ def test_a_slices_labels_are_its_endpoints_role_and_model():
     metadata = {"name": "s", "labels": {"role": "prefill", "example.com/model": "llama"}}
     reading = read_endpoint_slice(slice_of({"addresses": ["10.0.0.1"]}, metadata=metadata), READER)
 
-    assert (reading.found[0].role, reading.found[0].models) == ("prefill", ("llama",))
+    assert (reading.workers[0].role, reading.workers[0].models) == ("prefill", ("llama",))
 
 
 def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
@@ -259,10 +259,10 @@ def test_of_a_pod_in_several_slices_ipv4_and_the_serving_one_count():
 def test_the_node_comes_from_the_pod_or_the_endpoint(pod):
     placed = pod("a")
     placed["spec"]["nodeName"] = "node-7"
-    (found,) = read_pod(placed, READER).found
+    (found,) = read_pod(placed, READER).workers
     (end, nowhere) = read_endpoint_slice(
         slice_of({"addresses": ["10.0.0.1"], "nodeName": "node-8"}, {"addresses": ["10.0.0.2"]}), READER
-    ).found
+    ).workers
 
     assert (found.node, end.node, nowhere.node) == ("node-7", "node-8", None)
     assert found.spec(draining=False).node == "node-7"
@@ -300,8 +300,8 @@ def test_each_target_port_of_a_pod_is_a_worker(pod):
     one = read_pod(pod("a", ports=[]), ObjectReader("http", target_ports=(8000,)))
     several = read_pod(pod("a", ports=[]), ObjectReader("http", target_ports=(8000, 8001)))
 
-    assert [(found.name, found.url) for found in one.found] == [("a", "http://10.0.0.1:8000")]
-    assert [(found.name, found.url) for found in several.found] == [
+    assert [(found.name, found.url) for found in one.workers] == [("a", "http://10.0.0.1:8000")]
+    assert [(found.name, found.url) for found in several.workers] == [
         ("a:8000", "http://10.0.0.1:8000"),
         ("a:8001", "http://10.0.0.1:8001"),
     ]

@@ -27,7 +27,7 @@ class ListedHistory:
     def __init__(self, default_capacity_blocks: int) -> None:
         self._capacity = default_capacity_blocks
         self._prompts: dict[int, list[Sequence[BlockKey]]] = {}
-        self.parts: dict[int, HistoryShare] = {}
+        self.shares: dict[int, HistoryShare] = {}
 
     def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
         held = {
@@ -37,7 +37,7 @@ class ListedHistory:
         return {worker: blocks for worker, blocks in held.items() if blocks}
 
     def acquire(self, worker: int, keys: Sequence[BlockKey]) -> _Pinned:
-        self.part(worker)
+        self.share(worker)
         pinned = _Pinned(self._prompts.setdefault(worker, []))
         pinned.extend(keys)
         return pinned
@@ -45,11 +45,11 @@ class ListedHistory:
     def touch(self, worker: int, lasts: Sequence[BlockKey]) -> Iterable[int]:
         return range(len(lasts))
 
-    def part(self, worker: int) -> HistoryShare:
-        return self.parts.setdefault(worker, HistoryShare(worker, self._capacity))
+    def share(self, worker: int) -> HistoryShare:
+        return self.shares.setdefault(worker, HistoryShare(worker, self._capacity))
 
     def set_capacity(self, worker: int, blocks: int) -> None:
-        self.part(worker).capacity_blocks = blocks
+        self.share(worker).capacity_blocks = blocks
 
     def forget(self, worker: int) -> None:
         self._prompts.pop(worker, None)

@@ -160,8 +160,8 @@ class Discoverer:
     async def _run_source(self, name: str, source: Discovery) -> None:
         while True:
             try:
-                async with aclosing(source.watch()) as found:
-                    async for specs in found:
+                async with aclosing(source.watch()) as spec_sets:
+                    async for specs in spec_sets:
                         self._fleet.apply(name, self._guarded(name, source, specs))
                 return
             except Exception:  # an error in one source must not end the others
@@ -182,8 +182,8 @@ class Discoverer:
 
     def _record(self, name: str, named: int, result: GuardedSet) -> None:
         """Log a change of the kept workers, and store them for metrics and `/ready`."""
-        before, self._kept[name] = self._kept[name], result.kept
-        if result.kept and not before:
+        previously_kept, self._kept[name] = self._kept[name], result.kept
+        if result.kept and not previously_kept:
             self.shrinks[name] += 1
             log.warning(
                 "discovery %s names %d workers and omits %d that answer: these stay until it has omitted them"
@@ -193,7 +193,7 @@ class Discoverer:
                 len(result.kept),
                 self._limits.confirm_s,
             )
-        elif before and not result.kept:
+        elif previously_kept and not result.kept:
             if result.confirmed:
                 log.warning(
                     "discovery %s has not named %d workers for %g s: they leave",

@@ -22,8 +22,8 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 async def system_addresses(host: str) -> Sequence[str]:
     """Resolve `host` with the system's resolver, in a thread. `/etc/hosts` and search domains count."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    resolutions = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in resolutions]
 
 
 @dataclass(slots=True)
@@ -129,7 +129,8 @@ class DnsDiscovery:
                 roles.setdefault(f"{host}:{name.port}", name.role)
         scheme = self._options.scheme
         return tuple(
-            WorkerSpec(WorkerId(place), f"{scheme}://{place}", role=role) for place, role in roles.items()
+            WorkerSpec(WorkerId(authority), f"{scheme}://{authority}", role=role)
+            for authority, role in roles.items()
         )
 
 

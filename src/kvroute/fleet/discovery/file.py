@@ -45,9 +45,9 @@ def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
         document = yaml_text.load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}" if mark else ""
+        location = f"line {mark.line + 1}" if mark else ""
         raise ConfigError(
-            place, f"not YAML: {getattr(error, 'problem', None) or str(error) or 'unreadable'}"
+            location, f"not YAML: {getattr(error, 'problem', None) or str(error) or 'unreadable'}"
         ) from error
     except RecursionError as error:
         raise ConfigError("", f"not YAML: {error}") from error
@@ -56,8 +56,10 @@ def parse_workers_file(text: str) -> tuple[WorkerSpec, ...]:
     try:
         file = WorkersFile.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise ConfigError(_path(first["loc"]), first["msg"].removeprefix("Value error, ")) from error
+        first_error = error.errors(include_input=False, include_url=False)[0]
+        raise ConfigError(
+            _path(first_error["loc"]), first_error["msg"].removeprefix("Value error, ")
+        ) from error
     return tuple(entry.spec() for entry in file.workers)
 
 
@@ -111,7 +113,7 @@ class FileDiscovery:
         # Polling instead of inotify also works on network file systems and on mounted ConfigMaps, whose files
         # are symbolic links that are replaced.
         seen: _Signature | None = None
-        known = 0
+        listed = 0
         # A far smaller list that waits for the next poll.
         shrunk: tuple[WorkerSpec, ...] | None = None
         logged = ""
@@ -129,8 +131,8 @@ class FileDiscovery:
                 specs, confirmed = shrunk, True
             shrunk = None
             if specs is not None:
-                if confirmed or len(specs) >= known / 2:
-                    known = len(specs)
+                if confirmed or len(specs) >= listed / 2:
+                    listed = len(specs)
                     yield specs
                 else:
                     shrunk = specs
@@ -140,26 +142,26 @@ class FileDiscovery:
 def _poll(path: Path, seen: _Signature | None) -> _PollResult:
     """Read the file unless its signature is `seen`. Blocks."""
     try:
-        before = _signature(path)
-        if before == seen:
+        signature = _signature(path)
+        if signature == seen:
             return _PollResult(seen)
         text = path.read_text(encoding="utf-8")
-        if _signature(path) != before:
+        if _signature(path) != signature:
             return _PollResult(None)  # the file was written during the read
     except OSError as error:
         return _PollResult(None, trouble=f"cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return _PollResult(before, trouble="is not UTF-8")
+        return _PollResult(signature, trouble="is not UTF-8")
     try:
-        return _PollResult(before, parse_workers_file(text))
+        return _PollResult(signature, parse_workers_file(text))
     except ConfigError as error:
-        return _PollResult(before, trouble=str(error))
+        return _PollResult(signature, trouble=str(error))
 
 
 def _signature(path: Path) -> _Signature:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")

@@ -81,23 +81,30 @@ class KubernetesDiscovery:
     @classmethod
     def configured(cls, options: FleetOptions, clock: Clock) -> KubernetesDiscovery | None:
         """None if not enabled. Raises ConfigError if the API server is unknown."""
-        own = options.kubernetes
-        if not own.enabled:
+        kubernetes = options.kubernetes
+        if not kubernetes.enabled:
             return None
         meanings = {
-            **dict.fromkeys(own.prefill_labels, "prefill"),
-            **dict.fromkeys(own.decode_labels, "decode"),
+            **dict.fromkeys(kubernetes.prefill_labels, "prefill"),
+            **dict.fromkeys(kubernetes.decode_labels, "decode"),
         }
-        reader = ObjectReader(own.port, own.scheme, own.role_label, own.roles, own.model_label, meanings)
-        return cls(access_of(own, os.environ), reader, own, clock)
+        reader = ObjectReader(
+            kubernetes.port,
+            kubernetes.scheme,
+            kubernetes.role_label,
+            kubernetes.roles,
+            kubernetes.model_label,
+            meanings,
+        )
+        return cls(access_of(kubernetes, os.environ), reader, kubernetes, clock)
 
     async def watch(self) -> AsyncGenerator[tuple[WorkerSpec, ...], None]:
         """Yield the full set after the first list, then after each change."""
-        own = self.options
-        found = self._sets(own.selector) if own.pool is None else self._pool_sets(own.pool)
+        pool, selector = self.options.pool, self.options.selector
+        sets = self._sets(selector) if pool is None else self._pool_sets(pool)
         yielded: tuple[WorkerSpec, ...] | None = None
-        async with aclosing(found) as sets:
-            async for specs in sets:
+        async with aclosing(sets) as spec_sets:
+            async for specs in spec_sets:
                 if specs != yielded or self.recheck_s is not None:
                     yielded = specs
                     yield specs
@@ -126,8 +133,8 @@ class KubernetesDiscovery:
                 waiting = (next_target,) if next_set is None else (next_target, next_set)
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if next_target.done():
-                    before, target = target, next_target.result()
-                    if target != before and sets is not None and next_set is not None:
+                    previous_target, target = target, next_target.result()
+                    if target != previous_target and sets is not None and next_set is not None:
                         await _ended(next_set)
                         await sets.aclose()
                         sets = next_set = None
@@ -160,20 +167,20 @@ class KubernetesDiscovery:
                     item = change.items[0] if change.items else None
                 else:
                     item = None if change.is_deleted else change.item
-                before, reading = reading, absent if item is None else read_pool(item)
-                if reading.trouble and reading.trouble != before.trouble:
+                previous, reading = reading, absent if item is None else read_pool(item)
+                if reading.trouble and reading.trouble != previous.trouble:
                     self.errors += 1
                     log.error("no workers: %s", reading.trouble)
                 yield reading.target
 
     def _follow(self, resource: str, selector: str = "", name: str | None = None) -> ListWatch:
-        own = self.options
+        options = self.options
         api = KubernetesApi(
             self._access,
             resource=resource,
             selector=selector,
-            timeout_s=own.timeout_s,
-            watch_s=own.watch_s,
+            timeout_s=options.timeout_s,
+            watch_s=options.watch_s,
             name=name,
         )
         return ListWatch(api, self)
@@ -234,7 +241,7 @@ class ListWatch:
                 except WatchExpired as error:
                     failed = True
                     version = ""
-                    log.info("%s: %s; listing again", self._api.place, error)
+                    log.info("%s: %s; listing again", self._api.url, error)
                 except DiscoveryError as error:
                     failed = True
                     self._failed(str(error))
@@ -258,12 +265,12 @@ class ListWatch:
         self._source.errors += 1
         if trouble != self._logged_trouble:
             self._logged_trouble = trouble
-            log.error("%s: %s; the known workers stay", self._api.place, trouble)
+            log.error("%s: %s; the known workers stay", self._api.url, trouble)
 
     def _recovered(self) -> None:
         if self._logged_trouble:
             self._logged_trouble = ""
-            log.info("%s answers again", self._api.place)
+            log.info("%s answers again", self._api.url)
 
 
 _UNPAUSED_OBJECTS = 1000
@@ -291,10 +298,10 @@ class _Workers:
 
     async def replace(self, listing: Listing) -> list[str]:
         """Replace all objects. Returns the problems of objects that did not have them before."""
-        before, readings, read = self._readings, dict[str, ObjectReading](), 0
+        previous_readings, readings, read = self._readings, dict[str, ObjectReading](), 0
         for item in listing.items:
             reading = readings[name_of(item)] = self._read(item, self.reader)
-            read += 1 + len(reading.found)
+            read += 1 + len(reading.workers)
             if read >= _UNPAUSED_OBJECTS:
                 read = 0
                 await asyncio.sleep(0)
@@ -302,27 +309,28 @@ class _Workers:
         return [
             reading.trouble
             for name, reading in self._readings.items()
-            if reading.trouble and (name not in before or before[name].trouble != reading.trouble)
+            if reading.trouble
+            and (name not in previous_readings or previous_readings[name].trouble != reading.trouble)
         ]
 
     def change(self, item: Object, *, is_deleted: bool) -> list[str]:
         """Add, change or delete one object. Returns its problem if it is new."""
         name = name_of(item)
-        before = self._readings.pop(name, ObjectReading())
+        previous = self._readings.pop(name, ObjectReading())
         if is_deleted:
             return []
         reading = self._readings[name] = self._read(item, self.reader)
-        return [reading.trouble] if reading.trouble and reading.trouble != before.trouble else []
+        return [reading.trouble] if reading.trouble and reading.trouble != previous.trouble else []
 
     def specs(self) -> tuple[WorkerSpec, ...]:
         """The workers, ordered by name. O(all objects)."""
-        found = by_name(each for reading in self._readings.values() for each in reading.found)
-        self._joined &= {(each.name, each.url) for each in found.values()}
+        workers_by_name = by_name(worker for reading in self._readings.values() for worker in reading.workers)
+        self._joined &= {(worker.name, worker.url) for worker in workers_by_name.values()}
         specs = []
-        for each in found.values():
-            serves = not each.is_terminating and (each.is_ready or not self._require_ready)
+        for worker in workers_by_name.values():
+            serves = not worker.is_terminating and (worker.is_ready or not self._require_ready)
             if serves:
-                self._joined.add((each.name, each.url))
-            if (each.name, each.url) in self._joined:
-                specs.append(each.spec(draining=not serves))
+                self._joined.add((worker.name, worker.url))
+            if (worker.name, worker.url) in self._joined:
+                specs.append(worker.spec(draining=not serves))
         return tuple(specs)

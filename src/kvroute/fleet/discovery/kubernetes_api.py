@@ -68,7 +68,7 @@ class FoundWorker:
 class ObjectReading:
     """All workers of one object. `trouble` is the reason why the object is unusable, for an operator."""
 
-    found: tuple[FoundWorker, ...] = ()
+    workers: tuple[FoundWorker, ...] = ()
     trouble: str = ""
 
 
@@ -128,18 +128,18 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
     if port is None:
         return ObjectReading(trouble=f"the EndpointSlice {name_of(item)} has no port named {reader.port!r}")
     models = _models(metadata, reader)
-    found = []
+    workers = []
     for endpoint in endpoints:
         addresses = endpoint.get("addresses")
         if not isinstance(addresses, list) or not addresses:
             continue
         conditions, target = _inner(endpoint, "conditions"), _inner(endpoint, "targetRef")
-        place = _place(addresses[0], port)  # "clients may ignore the others" (API reference)
+        authority = _authority(addresses[0], port)  # "clients may ignore the others" (API reference)
         name = target.get("name") if target.get("kind") == "Pod" else None
-        found.append(
+        workers.append(
             FoundWorker(
-                str(name or place),
-                f"{reader.scheme}://{place}",
+                str(name or authority),
+                f"{reader.scheme}://{authority}",
                 is_ready=conditions.get("ready") is not False,  # unknown counts as ready (API reference)
                 is_terminating=conditions.get("terminating") is True,
                 models=models,
@@ -147,7 +147,7 @@ def read_endpoint_slice(item: Object, reader: ObjectReader) -> ObjectReading:
                 node=_text(endpoint.get("nodeName")),
             )
         )
-    return ObjectReading(tuple(found))
+    return ObjectReading(tuple(workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def read_pool(pool: Object) -> PoolReading:
     """The pods and ports of an InferencePool."""
     spec = _inner(pool, "spec")
     labels = _inner(_inner(spec, "selector"), "matchLabels")
-    numbers = [each.get("number") for each in _items(spec, "targetPorts")]
+    numbers = [port.get("number") for port in _items(spec, "targetPorts")]
     ports = tuple(dict.fromkeys(number for number in numbers if isinstance(number, int)))
     if not labels or not ports:
         # An empty selector would select every pod of the namespace.
@@ -182,19 +182,24 @@ def read_pool(pool: Object) -> PoolReading:
     return PoolReading(PoolTarget(selector, ports))
 
 
-def by_name(found: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
+def by_name(workers: Iterable[FoundWorker]) -> dict[str, FoundWorker]:
     """One worker per name, ordered by name."""
     # A pod may be in several slices: one per address family, and two while it moves between slices.
     chosen: dict[str, FoundWorker] = {}
-    for each in found:
-        known = chosen.get(each.name)
-        if known is None or _rank(each) < _rank(known):
-            chosen[each.name] = each
+    for worker in workers:
+        chosen_worker = chosen.get(worker.name)
+        if chosen_worker is None or _rank(worker) < _rank(chosen_worker):
+            chosen[worker.name] = worker
     return dict(sorted(chosen.items()))
 
 
-def _rank(found: FoundWorker) -> tuple[object, ...]:
-    return found.url.endswith("]") or "[" in found.url, found.is_terminating, not found.is_ready, found.url
+def _rank(worker: FoundWorker) -> tuple[object, ...]:
+    return (
+        worker.url.endswith("]") or "[" in worker.url,
+        worker.is_terminating,
+        not worker.is_ready,
+        worker.url,
+    )
 
 
 def _role(metadata: Object, reader: ObjectReader) -> str | None:
@@ -227,7 +232,11 @@ def _pod_port(pod: Object, wanted: int | str) -> int | None:
 def _running_containers(spec: Object) -> Iterator[Object]:
     """The containers, and the init containers that keep running (sidecars)."""
     yield from _items(spec, "containers")
-    yield from (each for each in _items(spec, "initContainers") if each.get("restartPolicy") == "Always")
+    yield from (
+        container
+        for container in _items(spec, "initContainers")
+        if container.get("restartPolicy") == "Always"
+    )
 
 
 def _slice_port(item: Object, wanted: int | str) -> int | None:
@@ -240,10 +249,10 @@ def _slice_port(item: Object, wanted: int | str) -> int | None:
 
 
 def _url(reader: ObjectReader, address: object, port: int) -> str:
-    return f"{reader.scheme}://{_place(address, port)}"
+    return f"{reader.scheme}://{_authority(address, port)}"
 
 
-def _place(address: object, port: int) -> str:
+def _authority(address: object, port: int) -> str:
     host = str(address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -259,7 +268,7 @@ def _inner(item: Object, key: str) -> Object:
 
 def _items(item: Object, key: str) -> list[Object]:
     inner = item.get(key)
-    return [each for each in inner if isinstance(each, Mapping)] if isinstance(inner, list) else []
+    return [member for member in inner if isinstance(member, Mapping)] if isinstance(inner, list) else []
 
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -377,7 +386,7 @@ class KubernetesApi:
         self._ca: object = None
 
     @property
-    def place(self) -> str:
+    def url(self) -> str:
         """The URL of the collection, for log lines."""
         return self._access.url + self._path
 
@@ -431,8 +440,8 @@ class KubernetesApi:
         headers["content-type"] = "application/merge-patch+json"
         patch = json.dumps({"metadata": {"annotations": dict(annotations)}})
         try:
-            place = f"{self._path}/{quote(name, safe='')}"
-            answer = await client.patch(place, content=patch, headers=headers)
+            path = f"{self._path}/{quote(name, safe='')}"
+            answer = await client.patch(path, content=patch, headers=headers)
         except (httpx.HTTPError, OSError) as error:
             raise _unavailable(error) from error
         if answer.status_code == _ABSENT:
@@ -489,16 +498,16 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[WatchEvent, None]:
 async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
     """The lines of an answer. An incomplete last line is dropped: the next watch sends it again."""
     # Split at newlines only: httpx's `aiter_lines` also splits at characters that JSON strings may contain.
-    rest = bytearray()
+    incomplete = bytearray()
     async with aclosing(answer.aiter_raw()) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
-            first, *following = chunk.split(b"\n")
-            rest += first
+            head, *following = chunk.split(b"\n")
+            incomplete += head
             for beginning in following:
-                if rest.strip():
-                    yield bytes(rest)
-                rest = bytearray(beginning)
-            if len(rest) > _MAX_EVENT_BYTES:
+                if incomplete.strip():
+                    yield bytes(incomplete)
+                incomplete = bytearray(beginning)
+            if len(incomplete) > _MAX_EVENT_BYTES:
                 raise DiscoveryError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
 
 
@@ -523,13 +532,13 @@ _decode_page = msgspec.json.Decoder(_Page).decode
 
 def _check_objects(text: bytes) -> None:
     """Raise ValueError as soon as a page has more than `_MOST_OBJECTS`, or an error of msgspec."""
-    left = _MOST_OBJECTS + 1  # and the metadata
+    budget = _MOST_OBJECTS + 1  # and the metadata
 
     class Counted(msgspec.Struct, gc=False):
         def __post_init__(self) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal budget
+            budget -= 1
+            if budget < 0:
                 raise ValueError  # stops the decoding
 
     objects: Any = list[Counted]
@@ -549,11 +558,11 @@ async def _read_page(text: bytes, items: list[Object]) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise DiscoveryError(f"the answer is not a list of at most {_MOST_OBJECTS} objects") from error
     metadata = _object(page.metadata)
-    found = page.items or ()
-    if len(items) + len(found) > _MOST_OBJECTS:
+    page_objects = page.items or ()
+    if len(items) + len(page_objects) > _MOST_OBJECTS:
         raise DiscoveryError(f"the list has more than {_MOST_OBJECTS} objects")
     parsed = 0
-    for raw in found:
+    for raw in page_objects:
         item = _value(raw)
         if isinstance(item, dict):
             items.append(item)
@@ -620,8 +629,8 @@ def _read(file: Path | None) -> str:
 def _signature(file: Path | None) -> object:
     if file is None:
         return None
-    found = os.stat(file)
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    status = os.stat(file)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _context(access: ApiAccess) -> ssl.SSLContext | bool:

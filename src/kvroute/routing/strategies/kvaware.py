@@ -39,7 +39,7 @@ class KvAwareOptions(Options):
     audit: AuditOptions = option(default_factory=AuditOptions)
 
 
-_Found: TypeAlias = tuple[ExactPrompt, Mapping[int, Tokens], Mapping[int, int]]
+PromptLookup: TypeAlias = tuple[ExactPrompt, Mapping[int, Tokens], Mapping[int, int]]
 """A prompt; slot -> its tokens in the cache map; slot -> its leading keys in unfinished requests."""
 
 
@@ -60,12 +60,12 @@ class KvAware:
     ) -> None:
         self._costs = costs
         self._history = history
-        self._caches, self._in_flight, self._transfers, reports = views
-        self._shares_mapped = {} if reports is None else reports.discounts.mapped
-        self._shares_sent = {} if reports is None else reports.discounts.sent
+        self._cache_map, self._in_flight, self._transfers, reports = views
+        self._map_discounts = {} if reports is None else reports.discounts.by_map
+        self._history_discounts = {} if reports is None else reports.discounts.by_history
         self._answers = {} if reports is None else reports.answers.by_unit
         self._no_match: dict[int, CandidateMatch] = {}
-        """Slot -> the match of a place that holds nothing of a prompt."""
+        """Slot -> the match of a cache that holds nothing of a prompt."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         workers, now = view.workers, query.now
@@ -74,59 +74,65 @@ class KvAware:
             return RouteDecision(self.name, RouteReason.NO_PROMPT, ranking)
         if not query.reads_cache or not view.caches_prefixes:
             return self._by_load(query, view)
-        exact, simple = query.exact, None
-        if exact and self._caches.refresh(False):
+        exact, fast_path = query.exact, None
+        if exact and self._cache_map.refresh(False):
             self._in_flight.compact(now)
         if len(exact) == 1:
-            found = [self._find(exact[0], now)]
-            simple = self._mapped(found[0], workers)
+            lookups = [self._lookup_prompt(exact[0], now)]
+            fast_path = self._fast_path(lookups[0], workers)
         else:
-            found = [self._find(prompt, now) for prompt in exact]
-        if simple is not None:
+            lookups = [self._lookup_prompt(prompt, now) for prompt in exact]
+        if fast_path is not None:
             targets: Sequence[Worker] = workers
-            held, totals, needs_load = simple
+            matches, matched, needs_load = fast_path
         else:
-            targets, held = self._held(query, workers, found)
-            totals = [each.tokens.total for each in held]
-            needs_load = any(each.tokens.l1 or each.tokens.l2 for each in held)
+            targets, matches = self._candidate_matches(query, workers, lookups)
+            matched = [match.tokens.total for match in matches]
+            needs_load = any(match.tokens.l1 or match.tokens.l2 for match in matches)
         loads = None
         if needs_load:
-            loads = [self._load(each, worker, now) for worker, each in zip(targets, held, strict=True)]
+            loads = [
+                self._tier_load(match, worker, now) for worker, match in zip(targets, matches, strict=True)
+            ]
         predicted = None
-        if self._shares_mapped or self._shares_sent:
-            predicted, totals = totals, self._discounted(totals, targets, held)
+        if self._map_discounts or self._history_discounts:
+            predicted, matched = matched, self._discounted(matched, targets, matches)
         if view.by_rank is not None or len(targets) > len(workers):
-            units = [worker.unit_of(each.rank) for worker, each in zip(targets, held, strict=True)]
-            ranks = self._costs.rank(query, targets, totals, loads, held, None, units, predicted)
-            return RouteDecision(self.name, _reason(query, ranks[0], max(totals)), best_ranks(ranks))
+            units = [worker.unit_of(match.rank) for worker, match in zip(targets, matches, strict=True)]
+            ranks = self._costs.rank(query, targets, matched, loads, matches, None, units, predicted)
+            reason = _reason(query, ranks[0], max(matched))
+            return RouteDecision(self.name, reason, best_ranks(ranks))
         # One target per worker: there are no ranks to choose from.
-        ranking = self._costs.rank(query, workers, totals, loads, held, view.loads, None, predicted)
+        ranking = self._costs.rank(query, workers, matched, loads, matches, view.loads, None, predicted)
         if query.session_worker is not None and keep_session(ranking, query, self._costs):
             return RouteDecision(self.name, RouteReason.SESSION_KEPT, ranking)
-        return RouteDecision(self.name, _reason(query, ranking[0], max(totals)), ranking)
+        return RouteDecision(self.name, _reason(query, ranking[0], max(matched)), ranking)
 
     def _by_load(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         """The decision for a request that finds no cached block on any worker."""
         targets: list[Worker] = []
-        held: list[CandidateMatch] = []
-        why = NO_CACHE if query.reads_cache else CACHE_NOT_READ
+        matches: list[CandidateMatch] = []
+        distrust_reason = NO_CACHE if query.reads_cache else CACHE_NOT_READ
         for worker in view.workers:
-            for place, rank in self._ranks(query, worker):
+            for cache, rank in self._rank_caches(query, worker):
+                slot = None if cache is None else cache.slot
                 targets.append(worker)
-                held.append(CandidateMatch(_NONE, None if place is None else place.slot, rank, why=why))
-        units = [worker.unit_of(each.rank) for worker, each in zip(targets, held, strict=True)]
-        ranking = self._costs.rank(query, targets, None, None, held, None, units)
+                matches.append(CandidateMatch(_NO_TOKENS, slot, rank, distrust_reason=distrust_reason))
+        units = [worker.unit_of(match.rank) for worker, match in zip(targets, matches, strict=True)]
+        ranking = self._costs.rank(query, targets, None, None, matches, None, units)
         return RouteDecision(self.name, RouteReason.NOT_CACHED, best_ranks(ranking))
 
-    def _ranks(self, query: RouteQuery, worker: Worker) -> Sequence[tuple[CachePlace | None, int | None]]:
-        """The ranks of a worker that the request can be sent to, each with its place in the cache map.
+    def _rank_caches(
+        self, query: RouteQuery, worker: Worker
+    ) -> Sequence[tuple[CachePlace | None, int | None]]:
+        """The ranks of a worker that the request can be sent to, each with its cache in the cache map.
 
         A rank is None for a worker with one rank, and if the engine chooses.
         """
-        places = self._caches.places(worker)
-        if len(places) < 2 and not worker.rank_units:
-            return ((places[0] if places else None, None),)
-        by_rank = {place.rank: place for place in places}
+        caches = self._cache_map.places(worker)
+        if len(caches) < 2 and not worker.rank_units:
+            return ((caches[0] if caches else None, None),)
+        by_rank = {cache.rank: cache for cache in caches}
         ranks = sorted({*by_rank, *worker.rank_units})
         if not query.takes_rank:
             return ((None, None),)
@@ -137,149 +143,155 @@ class KvAware:
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         """Account the transfer of the request's blocks from slower tiers."""
-        held = candidate.held
-        if held is not None:
-            slot = candidate.worker.index if held.slot is None else held.slot
-            self._transfers.start(slot, held.tokens, query.now)
+        match = candidate.match
+        if match is not None:
+            slot = candidate.worker.index if match.slot is None else match.slot
+            self._transfers.start(slot, match.tokens, query.now)
 
     def forget(self, session_key: str) -> bool:
         return False
 
     def _discounted(
-        self, totals: Sequence[int], targets: Sequence[Worker], held: Sequence[CandidateMatch]
+        self, matched: Sequence[int], targets: Sequence[Worker], matches: Sequence[CandidateMatch]
     ) -> list[int]:
-        mapped = discounted(totals, targets, self._shares_mapped)
-        sent = discounted(totals, targets, self._shares_sent)
+        by_map = discounted(matched, targets, self._map_discounts)
+        by_history = discounted(matched, targets, self._history_discounts)
         return [
-            by_map if match.mapped else by_history
-            for by_map, by_history, match in zip(mapped, sent, held, strict=True)
+            map_tokens if match.mapped else history_tokens
+            for map_tokens, history_tokens, match in zip(by_map, by_history, matches, strict=True)
         ]
 
-    def _load(self, held: CandidateMatch, worker: Worker, now: float) -> TierLoad:
-        slot = worker.index if held.slot is None else held.slot
-        return self._transfers.load(slot, held.tokens, now)
+    def _tier_load(self, match: CandidateMatch, worker: Worker, now: float) -> TierLoad:
+        slot = worker.index if match.slot is None else match.slot
+        return self._transfers.load(slot, match.tokens, now)
 
-    def _find(self, prompt: ExactPrompt, now: float) -> _Found:
+    def _lookup_prompt(self, prompt: ExactPrompt, now: float) -> PromptLookup:
+        """What the cache map and the requests in flight have of a prompt."""
         in_flight, continues_finished = self._in_flight.match(prompt.keys)
         # The events of a finished request's answer may have arrived since the last refresh.
-        if continues_finished and self._caches.refresh(True):
+        if continues_finished and self._cache_map.refresh(True):
             self._in_flight.compact(now)
             in_flight, _ = self._in_flight.match(prompt.keys)
-        return prompt, self._caches.match(prompt), in_flight
+        return prompt, self._cache_map.match(prompt), in_flight
 
-    def _mapped(
-        self, found: _Found, workers: Sequence[Worker]
+    def _fast_path(
+        self, lookup: PromptLookup, workers: Sequence[Worker]
     ) -> tuple[list[CandidateMatch], list[int], bool] | None:
-        """The usual case of `_held`: one prompt, and workers of one rank with whole maps; otherwise None.
+        """The usual case of `_candidate_matches`: one prompt, and workers of one rank with whole maps.
 
-        Returns the matches, the matched tokens of each, and whether slower tiers hold matched tokens.
+        Returns the matches, the matched tokens of each, and whether slower tiers hold matched tokens; None in
+        any other case.
         """
-        prompt, cached, in_flight = found
-        places_of = self._caches.places
-        held: list[CandidateMatch] = []
-        totals: list[int] = []
+        prompt, cached, in_flight = lookup
+        caches_of = self._cache_map.places
+        matches: list[CandidateMatch] = []
+        matched: list[int] = []
         needs_load = False
         for worker in workers:
-            places = places_of(worker)
-            if len(places) != 1 or worker.rank_units or not worker.facts.caches_prefixes:
+            caches = caches_of(worker)
+            if len(caches) != 1 or worker.rank_units or not worker.facts.caches_prefixes:
                 return None
-            place = places[0]
-            slot = place[0]
-            if place[2] is not _WHOLE:
+            # By position: a named tuple's attribute costs more.
+            cache = caches[0]
+            slot = cache[0]
+            if cache[2] is not _WHOLE:  # its trust
                 return None
             tokens = cached.get(slot)
             if in_flight and slot in in_flight:
-                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, place)
+                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, cache)
             if tokens is None:
-                totals.append(0)
-                held.append(self._no_match.get(slot) or self._add_no_match(slot))
+                matched.append(0)
+                matches.append(self._no_match.get(slot) or self._add_no_match(slot))
                 continue
             gpu, l1, l2 = tokens
             if l1 or l2:
                 needs_load = True
-            totals.append(gpu + l1 + l2)
+            matched.append(gpu + l1 + l2)
             # As `CandidateMatch(...)`, without its constructor in Python.
-            held.append(_new(CandidateMatch, (tokens, slot, None, True, "")))
-        return held, totals, needs_load
+            matches.append(_new(CandidateMatch, (tokens, slot, None, True, "")))
+        return matches, matched, needs_load
 
     def _add_no_match(self, slot: int) -> CandidateMatch:
-        held = self._no_match[slot] = CandidateMatch(_NONE, slot, None, mapped=True)
-        return held
+        match = self._no_match[slot] = CandidateMatch(_NO_TOKENS, slot, None, mapped=True)
+        return match
 
-    def _held(
-        self, query: RouteQuery, workers: Sequence[Worker], found: Sequence[_Found]
+    def _candidate_matches(
+        self, query: RouteQuery, workers: Sequence[Worker], lookups: Sequence[PromptLookup]
     ) -> tuple[list[Worker], list[CandidateMatch]]:
-        """Every place that the request could be sent to, as its worker, with its match."""
-        targets = [(worker, *target) for worker in workers for target in self._ranks(query, worker)]
-        sent: Sequence[int] = ()
-        held: list[CandidateMatch] = []
-        for number, (worker, place, rank) in enumerate(targets):
+        """Every rank that the request could be sent to, as its worker, with its match."""
+        targets = [(worker, *target) for worker in workers for target in self._rank_caches(query, worker)]
+        history_tokens: Sequence[int] = ()
+        inexact = query.inexact or "no_events"
+        matches: list[CandidateMatch] = []
+        for position, (worker, cache, rank) in enumerate(targets):
+            slot = None if cache is None else cache.slot
             if not worker.facts.caches_prefixes:
-                slot = None if place is None else place.slot
-                held.append(CandidateMatch(_NONE, slot, rank, why=NO_CACHE))
+                matches.append(CandidateMatch(_NO_TOKENS, slot, rank, distrust_reason=NO_CACHE))
                 continue
-            is_open = rank is None and bool(worker.rank_units or len(self._caches.places(worker)) > 1)
-            if not sent and not (found and place is not None and place.trust is _WHOLE):
-                sent = self._sent(query, targets)
+            is_open = rank is None and bool(worker.rank_units or len(self._cache_map.places(worker)) > 1)
+            if not history_tokens and not (lookups and cache is not None and cache.trust is _WHOLE):
+                history_tokens = self._history_tokens(query, targets)
             if is_open:
-                held.append(self._mean(worker, found, sent[number]))
-            elif place is None:
-                held.append(
-                    CandidateMatch(Tokens(sent[number]), None, rank, why=query.inexact or "no_events")
-                )
-            elif not found:
-                why = query.inexact or "no_events"
-                held.append(CandidateMatch(Tokens(sent[number]), place.slot, rank, why=why))
+                matches.append(self._mean_match(worker, lookups, history_tokens[position]))
+            elif cache is None or not lookups:
+                tokens = Tokens(history_tokens[position])
+                matches.append(CandidateMatch(tokens, slot, rank, distrust_reason=inexact))
             else:
-                tokens = self._total(found, place, worker)
-                held.append(_match_of(place, rank, tokens, sent[number] if sent else 0))
-        return [worker for worker, _, _ in targets], held
+                tokens = self._map_tokens(lookups, cache, worker)
+                matches.append(
+                    _trusted_match(cache, rank, tokens, history_tokens[position] if history_tokens else 0)
+                )
+        return [worker for worker, _, _ in targets], matches
 
-    def _sent(
+    def _history_tokens(
         self, query: RouteQuery, targets: Sequence[tuple[Worker, CachePlace | None, int | None]]
     ) -> Sequence[int]:
         """The matched tokens of each target by the route history."""
-        places: dict[int, int] = {}
-        for place, (worker, _, rank) in enumerate(targets):
+        positions: dict[int, int] = {}
+        for position, (worker, _, rank) in enumerate(targets):
             for unit in worker.units if rank is None else (worker.unit_of(rank),):
-                places.setdefault(unit, place)
+                positions.setdefault(unit, position)
         return matched_tokens(
-            self._history, query, [worker for worker, _, _ in targets], places, self._answers
+            self._history, query, [worker for worker, _, _ in targets], positions, self._answers
         )
 
-    def _mean(self, worker: Worker, found: Sequence[_Found], sent: int) -> CandidateMatch:
+    def _mean_match(
+        self, worker: Worker, lookups: Sequence[PromptLookup], history_tokens: int
+    ) -> CandidateMatch:
         """The match of a worker whose engine chooses the rank: the mean over the ranks, which is not
         judged."""
-        places = self._caches.places(worker)
-        if not found or not places or not _are_whole(places):
-            return CandidateMatch(Tokens(sent), why=RANK_OPEN)
-        tokens = sum(self._total(found, place, worker).total for place in places) // len(places)
-        return CandidateMatch(Tokens(tokens - tokens % worker.block_size), why=RANK_OPEN)
+        caches = self._cache_map.places(worker)
+        if not lookups or not caches or not _are_whole(caches):
+            return CandidateMatch(Tokens(history_tokens), distrust_reason=RANK_OPEN)
+        tokens = sum(self._map_tokens(lookups, cache, worker).total for cache in caches) // len(caches)
+        return CandidateMatch(Tokens(tokens - tokens % worker.block_size), distrust_reason=RANK_OPEN)
 
-    def _total(self, found: Sequence[_Found], place: CachePlace, worker: Worker) -> Tokens:
-        """The tokens of all prompts that the place holds."""
-        totals, slot = _NONE, place.slot
-        for prompt, cached, in_flight in found:
+    def _map_tokens(self, lookups: Sequence[PromptLookup], cache: CachePlace, worker: Worker) -> Tokens:
+        """The tokens of all prompts that the cache holds."""
+        all_prompts, slot = _NO_TOKENS, cache.slot
+        for prompt, cached, in_flight in lookups:
             tokens = cached.get(slot)
             if slot in in_flight:
-                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, place)
-            if len(found) == 1:
-                return tokens or _NONE
+                tokens = self._with_in_flight(tokens, in_flight[slot], prompt, worker, cache)
+            if len(lookups) == 1:
+                return tokens or _NO_TOKENS
             if tokens is not None:
-                totals = Tokens(totals.gpu + tokens.gpu, totals.l1 + tokens.l1, totals.l2 + tokens.l2)
-        return totals
+                all_prompts = Tokens(
+                    all_prompts.gpu + tokens.gpu, all_prompts.l1 + tokens.l1, all_prompts.l2 + tokens.l2
+                )
+        return all_prompts
 
     def _with_in_flight(
-        self, found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, place: CachePlace
+        self, cached: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, cache: CachePlace
     ) -> Tokens | None:
         """As `_with_in_flight`; of a worker with several KV cache groups only whole prompts count."""
-        if not place.has_groups:
-            return _with_in_flight(found, keys, prompt, worker, place)
-        if self._in_flight.count_whole_prompts(place.slot):
-            return found
-        tokens = _with_in_flight(found, keys, prompt, worker, place)
+        if not cache.has_groups:
+            return _with_in_flight(cached, keys, prompt, worker, cache)
+        if self._in_flight.count_whole_prompts(cache.slot):
+            return cached
+        tokens = _with_in_flight(cached, keys, prompt, worker, cache)
         # A prediction from a prompt in flight teaches nothing about the engine's last unit.
-        return tokens if tokens is found else GroupTokens.of(*tokens, tokens.gpu)
+        return tokens if tokens is cached else GroupTokens.of(*tokens, tokens.gpu)
 
 
 NO_CACHE: Final = "no_prefix_caching"
@@ -288,55 +300,58 @@ CACHE_NOT_READ: Final = "cache_not_read"
 """The same, because the engine does not read its cache for this request."""
 RANK_OPEN: Final = "rank_chosen_by_engine"
 """Why the map is not used for a worker with several ranks."""
-_NONE: Final = Tokens()
+_NO_TOKENS: Final = Tokens()
 _WHOLE: Final = MapTrust.WHOLE
 _new: Final = tuple.__new__
 
 
-def _are_whole(places: Sequence[CachePlace]) -> bool:
-    for place in places:  # noqa: SIM110 - `all` would construct a generator for a few places
-        if place.trust is not MapTrust.WHOLE:
+def _are_whole(caches: Sequence[CachePlace]) -> bool:
+    for cache in caches:  # noqa: SIM110 - `all` would construct a generator for a few caches
+        if cache.trust is not MapTrust.WHOLE:
             return False
     return True
 
 
 def _with_in_flight(
-    found: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, place: CachePlace
+    cached: Tokens | None, keys: int, prompt: ExactPrompt, worker: Worker, cache: CachePlace
 ) -> Tokens:
     """Count the tokens of the first `keys` keys as on the GPU: an unfinished request has their blocks.
 
     If hashes cover tokens after a block, the last block counts only if these tokens are among the keys too.
     """
-    unit = place.unit or worker.block_size
-    in_flight = max(0, keys * prompt.key_tokens - place.ahead)
+    unit = cache.unit or worker.block_size
+    in_flight = max(0, keys * prompt.key_tokens - cache.ahead)
     in_flight -= in_flight % unit
-    if place.drops:
+    if cache.drops:
         in_flight = max(0, in_flight - unit)
-    if found is None:
+    if cached is None:
         return Tokens(in_flight)
-    gpu, l1, l2 = found
+    gpu, l1, l2 = cached
     if in_flight <= gpu:
-        return found
-    over = in_flight - gpu
-    from_l1 = min(over, l1)
-    return Tokens(in_flight, l1 - from_l1, max(0, l2 - (over - from_l1)))
+        return cached
+    moved = in_flight - gpu
+    from_l1 = min(moved, l1)
+    return Tokens(in_flight, l1 - from_l1, max(0, l2 - (moved - from_l1)))
 
 
-def _match_of(place: CachePlace, rank: int | None, mapped: Tokens, sent: int) -> CandidateMatch:
-    """The match of a place: by a whole map, the map; by a partial one, the larger of both; else the history.
+def _trusted_match(
+    cache: CachePlace, rank: int | None, map_tokens: Tokens, history_tokens: int
+) -> CandidateMatch:
+    """The match of a cache: by a whole map, the map; by a partial one, the larger of both; else the history.
 
-    `mapped` is from the cache map, `sent` from the route history.
+    `map_tokens` is from the cache map, `history_tokens` from the route history.
     """
-    if place.trust is MapTrust.WHOLE:
-        return CandidateMatch(mapped, place.slot, rank, mapped=True)
-    if place.trust is MapTrust.PARTIAL and mapped.total >= sent:
-        return CandidateMatch(mapped, place.slot, rank, mapped=True, why=place.why)
-    return CandidateMatch(Tokens(sent), place.slot, rank, mapped=False, why=place.why)
+    if cache.trust is MapTrust.WHOLE:
+        return CandidateMatch(map_tokens, cache.slot, rank, mapped=True)
+    reason = cache.distrust_reason
+    if cache.trust is MapTrust.PARTIAL and map_tokens.total >= history_tokens:
+        return CandidateMatch(map_tokens, cache.slot, rank, mapped=True, distrust_reason=reason)
+    return CandidateMatch(Tokens(history_tokens), cache.slot, rank, mapped=False, distrust_reason=reason)
 
 
-def _reason(query: RouteQuery, first: Candidate, most: int) -> RouteReason:
+def _reason(query: RouteQuery, leader: Candidate, most_matched: int) -> RouteReason:
     if not query.exact:
         return RouteReason.KV_APPROXIMATE
-    if not most:
+    if not most_matched:
         return RouteReason.KV_MISS
-    return RouteReason.KV_HIT if first.counted == most else RouteReason.KV_SPILL
+    return RouteReason.KV_HIT if leader.counted == most_matched else RouteReason.KV_SPILL

@@ -60,7 +60,7 @@ class PrefixAware:
         self._costs = costs
         self._history = history
         reports = views.reports
-        self._shares = {} if reports is None else reports.discounts.sent
+        self._shares = {} if reports is None else reports.discounts.by_history
         self._answers = {} if reports is None else reports.answers.by_unit
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
@@ -72,7 +72,7 @@ class PrefixAware:
             targets = targets_of(query, view)
             if targets is not None:
                 return self._rank_by_rank(query, view, targets)
-        matched = matched_tokens(self._history, query, workers, view.places, self._answers)
+        matched = matched_tokens(self._history, query, workers, view.positions, self._answers)
         predicted = None
         if self._shares:
             predicted, matched = matched, discounted(matched, workers, self._shares)
@@ -80,22 +80,22 @@ class PrefixAware:
         session_worker = query.session_worker
         if (
             session_worker is not None
-            and session_worker != workers[ranking.first_place].spec.id
+            and session_worker != workers[ranking.first_position].spec.id
             and keep_session(ranking, query, self._costs)
         ):
             return RouteDecision(_NAME, _KEPT, ranking)
         most = max(matched)
         if not most:
             return RouteDecision(_NAME, _miss(query, view), ranking)
-        return RouteDecision(_NAME, _HIT if matched[ranking.first_place] == most else _SPILL, ranking)
+        return RouteDecision(_NAME, _HIT if matched[ranking.first_position] == most else _SPILL, ranking)
 
     def _rank_by_rank(self, query: RouteQuery, view: FleetView, targets: RankTargets) -> RouteDecision:
-        matched = matched_tokens(self._history, query, targets.workers, targets.places, self._answers)
+        matched = matched_tokens(self._history, query, targets.workers, targets.positions, self._answers)
         counted = discounted(matched, targets.workers, self._shares) if self._shares else None
         ranking = rank_by_rank(self._costs, query, targets, matched, counted)
         matched = matched if counted is None else counted
-        most, found = max(matched), matched[ranking.first_place]
-        reason = _miss(query, view) if not most else _HIT if found == most else _SPILL
+        most, counted_first = max(matched), matched[ranking.first_position]
+        reason = _miss(query, view) if not most else _HIT if counted_first == most else _SPILL
         return RouteDecision(_NAME, reason, best_ranks(ranking))
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:

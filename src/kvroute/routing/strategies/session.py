@@ -20,7 +20,7 @@ from kvroute.options import Options, option
 from kvroute.routing.cost import CostModel, Ranking
 from kvroute.routing.ranks import best_ranks, rank_by_rank, ranks_of, targets_of
 from kvroute.routing.sessions import KEEP_SHARE
-from kvroute.routing.strategy import Candidate, Needs, RouteDecision, RouteQuery, RouteReason
+from kvroute.routing.strategy import MARGINAL, SCORE, Candidate, Needs, RouteDecision, RouteQuery, RouteReason
 from kvroute.routing.transfers import CacheViews
 
 _KNOWN_SLACK = 3
@@ -102,16 +102,16 @@ class Ring:
         circle = sorted(
             (xxh3_64_intdigest(worker.encode(), point), worker) for worker in ids for point in range(points)
         )
-        self._hashes = [place for place, _ in circle]
+        self._hashes = [ring_point for ring_point, _ in circle]
         self._owners = [worker for _, worker in circle]
 
-    def home(self, place: int) -> WorkerId:
-        """The worker at a place of the ring, or the next one after it."""
-        return self._owners[bisect_right(self._hashes, place) % len(self._owners)]
+    def home(self, ring_point: int) -> WorkerId:
+        """The worker at a point of the ring, or the next one after it."""
+        return self._owners[bisect_right(self._hashes, ring_point) % len(self._owners)]
 
-    def walk(self, place: int) -> Iterator[WorkerId]:
-        """Each worker once, in the order of the ring, starting at `place`."""
-        start, seen = bisect_right(self._hashes, place), set[WorkerId]()
+    def walk(self, ring_point: int) -> Iterator[WorkerId]:
+        """Each worker once, in the order of the ring, starting at `ring_point`."""
+        start, seen = bisect_right(self._hashes, ring_point), set[WorkerId]()
         for step in range(len(self._owners)):
             worker = self._owners[(start + step) % len(self._owners)]
             if worker not in seen:
@@ -132,7 +132,7 @@ class Session:
     """Ranks the session's worker first: its home on the ring, or its stored placement. Implements `Strategy`.
 
     Mutable: `rank` rebuilds a model's ring when its workers change. `on_dispatch` rebuilds it when a peer
-    sends a request to a worker that is not on it. `on_dispatch`, `place`, `restore` and `forget` change the
+    sends a request to a worker that is not on it. `on_dispatch`, `adopt`, `restore` and `forget` change the
     placements; `rank` does not.
     """
 
@@ -155,7 +155,7 @@ class Session:
         self._rings: dict[str, tuple[int, Ring]] = {}
         self._placements = Lru[tuple[str, int], _Placement](options.remembered)
         self._placed = set[str]()
-        """Models of placements of other processes (`place`), which may have no ring here."""
+        """Models of placements of other processes (`adopt`), which may have no ring here."""
 
     def rank(self, query: RouteQuery, view: FleetView) -> RouteDecision:
         targets = None if view.by_rank is None else targets_of(query, view)
@@ -164,13 +164,13 @@ class Session:
         else:
             ranking = rank_by_rank(self._costs, query, targets)
         if query.session_key is None:
-            found = ranking if targets is None else best_ranks(ranking)
-            return RouteDecision(self.name, RouteReason.NO_SESSION_KEY, found)
-        place = _place(query.session_key)
+            ranking_of_targets = ranking if targets is None else best_ranks(ranking)
+            return RouteDecision(self.name, RouteReason.NO_SESSION_KEY, ranking_of_targets)
+        ring_point = _ring_point(query.session_key)
         ring = self._ring(view)
         workers = {worker.id: worker for worker in view.workers}
-        preferred = ring.home(place)
-        stored = self._placements.peek((view.model, place))
+        preferred = ring.home(ring_point)
+        stored = self._placements.peek((view.model, ring_point))
         if stored is None and query.parent_session is not None:
             preferred = self._worker_of_parent(query.parent_session, view.model, ring, workers)
         bound = own_bound = self._bound(view)
@@ -180,24 +180,24 @@ class Session:
         chosen, reason = preferred, RouteReason.SESSION
         if workers[preferred].load.in_flight >= own_bound:
             reason = RouteReason.SESSION_SPILL
-            chosen = next(id_ for id_ in ring.walk(place) if workers[id_].load.in_flight < bound)
+            chosen = next(id_ for id_ in ring.walk(ring_point) if workers[id_].load.in_flight < bound)
         elif stored is None:
-            chosen = self._first_worker(query, ranking, chain((preferred,), ring.walk(place)), bound)
+            chosen = self._first_worker(query, ranking, chain((preferred,), ring.walk(ring_point)), bound)
             if chosen != preferred:
                 reason = RouteReason.SESSION_SPILL
         if targets is None:
             ranking.put_first(workers[chosen])
             return RouteDecision(self.name, reason, ranking)
         preferred_rank = stored.rank if stored is not None and stored.worker == chosen else None
-        ranking.put_first(workers[chosen], self._rank(workers[chosen], targets, place, preferred_rank))
+        ranking.put_first(workers[chosen], self._rank(workers[chosen], targets, ring_point, preferred_rank))
         return RouteDecision(self.name, reason, best_ranks(ranking))
 
     def _worker_of_parent(
         self, parent: str, model: str, ring: Ring, workers: Container[WorkerId]
     ) -> WorkerId:
         """Where the session is that began this one: what the two prompts share is held there."""
-        place = _place(parent)
-        home, stored = ring.home(place), self._placements.peek((model, place))
+        ring_point = _ring_point(parent)
+        home, stored = ring.home(ring_point), self._placements.peek((model, ring_point))
         if stored is not None and stored.worker in workers and _is_valid(stored, home, workers):
             return stored.worker
         return home
@@ -217,15 +217,17 @@ class Session:
         for worker, row in zip(workers, rows, strict=True):
             if worker.load.in_flight < bound:
                 # `marginal` spreads new conversations, and this one continues that of its parent session.
-                score = row[0] if query.parent_session is None else row[0] - row[3]
-                known = scores.get(worker.spec.id)
-                scores[worker.spec.id] = score if known is None or score < known else known
+                score = row[SCORE] if query.parent_session is None else row[SCORE] - row[MARGINAL]
+                lowest = scores.get(worker.spec.id)
+                scores[worker.spec.id] = score if lowest is None or score < lowest else lowest
         best = min(scores.values())
         keep_s = KEEP_SHARE * costs.prefill_s(query.tokens, 0, len(query.prompts) or 1)
         limit = best + max(best * costs.tie_share + costs.tie_s, keep_s)
         return next(id_ for id_ in walk if scores.get(id_, inf) <= limit)
 
-    def _rank(self, worker: Worker, targets: RankTargets, place: int, preferred: int | None) -> int | None:
+    def _rank(
+        self, worker: Worker, targets: RankTargets, ring_point: int, preferred: int | None
+    ) -> int | None:
         """The session's rank on `worker`: `preferred`, else by the session's hash; the next one at its bound.
 
         None for a worker with one rank.
@@ -233,46 +235,49 @@ class Session:
         ranks = ranks_of(worker, targets)
         total = sum(in_flight for _, in_flight in ranks) + 1
         bound = max(self._options.free_requests, ceil((1 + self._options.epsilon) * total / len(ranks)))
-        start = next((at for at, (rank, _) in enumerate(ranks) if rank == preferred), place % len(ranks))
+        start = next(
+            (position for position, (rank, _) in enumerate(ranks) if rank == preferred),
+            ring_point % len(ranks),
+        )
         order = [*ranks[start:], *ranks[:start]]
         return next((rank for rank, in_flight in order if in_flight < bound), order[0][0])
 
     def on_dispatch(self, query: RouteQuery, decision: RouteDecision, candidate: Candidate) -> None:
         if query.session_key is None or candidate is not decision.ranking[0]:
             return
-        model, place, worker = query.model, _place(query.session_key), candidate.worker.id
-        key, known, rank = (model, place), self._rings.get(model), candidate.rank
+        model, ring_point, worker = query.model, _ring_point(query.session_key), candidate.worker.id
+        key, versioned_ring, rank = (model, ring_point), self._rings.get(model), candidate.rank
         if rank is not None:
             ranks = list(candidate.worker.rank_units)
-            if rank in ranks and ranks[place % len(ranks)] == rank:
+            if rank in ranks and ranks[ring_point % len(ranks)] == rank:
                 rank = None
-        if known is not None:
-            stored, ring = self._placements.peek(key), known[1]
+        if versioned_ring is not None:
+            stored, ring = self._placements.peek(key), versioned_ring[1]
             if (
                 stored is not None
                 and stored.worker == worker
                 and stored.rank == rank
-                and _is_valid(stored, ring.home(place), ring.members)
+                and _is_valid(stored, ring.home(ring_point), ring.members)
             ):
                 self._placements.get(key)  # marks it as used
                 return
-        if known is None or worker not in known[1].members:
+        if versioned_ring is None or worker not in versioned_ring[1].members:
             self._follow_peer(model, decision)
-            known = self._rings.get(model)
-        if known is not None:
-            self._placements.put(key, _Placement(known[1].home(place), worker, rank))
+            versioned_ring = self._rings.get(model)
+        if versioned_ring is not None:
+            self._placements.put(key, _Placement(versioned_ring[1].home(ring_point), worker, rank))
 
     def state_for(self, query: RouteQuery, view: FleetView) -> tuple[_Placement | None, ...]:
         """The placements of the session and of its parent session. See `StatefulStrategy`."""
-        return tuple(self._placements.peek((view.model, place)) for place in _places(query))
+        return tuple(self._placements.peek((view.model, ring_point)) for ring_point in _ring_points(query))
 
     def restore(self, query: RouteQuery, view: FleetView, state: tuple[_Placement | None, ...]) -> None:
         """See `StatefulStrategy`."""
-        for place, placement in zip(_places(query), state, strict=True):
+        for ring_point, placement in zip(_ring_points(query), state, strict=True):
             if placement is None:
-                self._placements.pop((view.model, place))
+                self._placements.pop((view.model, ring_point))
             else:
-                self._placements.put((view.model, place), placement)
+                self._placements.put((view.model, ring_point), placement)
 
     def placements(self) -> list[tuple[str, int, WorkerId, WorkerId, int | None]]:
         """Model, hash of the session key, home, worker and rank of each placement, the least recently used
@@ -281,23 +286,23 @@ class Session:
         Sessions at their home, on the rank of their hash, are left out.
         """
         return [
-            (model, place, home, worker, rank)
-            for (model, place), (home, worker, rank) in self._placements.items()
+            (model, ring_point, home, worker, rank)
+            for (model, ring_point), (home, worker, rank) in self._placements.items()
             if home != worker or rank is not None
         ]
 
-    def place(
-        self, model: str, place: int, home: WorkerId, worker: WorkerId, rank: int | None = None
+    def adopt(
+        self, model: str, ring_point: int, home: WorkerId, worker: WorkerId, rank: int | None = None
     ) -> None:
         """Take over another process's placement, unless this one has placed the session itself."""
         self._placed.add(model)
-        if (model, place) not in self._placements:
-            self._placements.put((model, place), _Placement(home, worker, rank))
+        if (model, ring_point) not in self._placements:
+            self._placements.put((model, ring_point), _Placement(home, worker, rank))
 
     def forget(self, session_key: str) -> bool:
         """Drop the session's placements, so that it goes to its home again. False if it had none."""
-        place = _place(session_key)
-        dropped = [self._placements.pop((model, place)) for model in {*self._rings, *self._placed}]
+        ring_point = _ring_point(session_key)
+        dropped = [self._placements.pop((model, ring_point)) for model in {*self._rings, *self._placed}]
         return any(dropped)
 
     def _bound(self, view: FleetView) -> int:
@@ -306,20 +311,26 @@ class Session:
         return max(self._options.free_requests, ceil((1 + self._options.epsilon) * total / len(view.workers)))
 
     def _ring(self, view: FleetView) -> Ring:
-        known = self._rings.get(view.model)
-        return known[1] if known is not None and known[0] == view.version else self._renew_ring(view)
+        versioned = self._rings.get(view.model)
+        return (
+            versioned[1] if versioned is not None and versioned[0] == view.version else self._renew_ring(view)
+        )
 
     def _renew_ring(self, view: FleetView) -> Ring:
-        known, ids = self._rings.get(view.model), tuple(worker.id for worker in view.workers)
-        ring = known[1] if known is not None and known[1].ids == ids else Ring(ids, self._options.points)
+        versioned, ids = self._rings.get(view.model), tuple(worker.id for worker in view.workers)
+        ring = (
+            versioned[1]
+            if versioned is not None and versioned[1].ids == ids
+            else Ring(ids, self._options.points)
+        )
         self._rings[view.model] = (view.version, ring)
         return ring
 
     def _follow_peer(self, model: str, decision: RouteDecision) -> None:
         """Renew the model's ring, if this is the decision of a peer and its first worker is routable here."""
         # A standby ranks no requests, but takes over the sessions of the process that fails.
-        first, *view = [each.worker for each in decision.ranking]
-        if first in view:  # only a peer's ranking has the first worker twice: after it comes the whole view
+        leader, *view = [candidate.worker for candidate in decision.ranking]
+        if leader in view:  # only a peer's ranking has the first worker twice: after it comes the whole view
             whole = FleetView(model, tuple(view), _NO_VERSION)
             sides = whole.sides
             self._renew_ring(whole if sides is None else sides.decode or sides.prefill or whole)
@@ -330,13 +341,13 @@ def _is_valid(stored: _Placement, home: WorkerId, present: Container[WorkerId]) 
     return stored.home == home or stored.home not in present
 
 
-def _places(query: RouteQuery) -> list[int]:
-    """The places of the session and of its parent session, as far as the request has them."""
+def _ring_points(query: RouteQuery) -> list[int]:
+    """The points on the ring of the session and of its parent session, as far as the request has them."""
     if query.session_key is None:
         return []
     keys = (query.session_key, query.parent_session)
-    return [_place(key) for key in keys if key is not None]
+    return [_ring_point(session_key) for session_key in keys if session_key is not None]
 
 
-def _place(session_key: str) -> int:
+def _ring_point(session_key: str) -> int:
     return xxh3_64_intdigest(session_key.encode("utf-8", "surrogatepass"))
