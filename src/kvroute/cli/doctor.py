@@ -366,7 +366,7 @@ def _comparison(config: Config, client: httpx.AsyncClient, threads: TokenThreads
             return None
         exact = ExactTokens(threads, client, flags=flags, allow_fastokens=tokens.fastokens)
         source = await exact.prepare(model, folder=folder, url=url)
-        return "" if source.mode is Mode.LOCAL else f"{folder}: {source.why}"
+        return "" if source.mode is Mode.LOCAL else f"{folder}: {source.explanation}"
 
     return compare
 
