@@ -200,7 +200,7 @@ def refuse_media(messages: Sequence[Any]) -> None:
     for message in objects(messages):
         if isinstance(content := message.get("content"), list):
             for content_part in content:
-                _part(content_part, "string")
+                _rendered_part(content_part, "string")
 
 
 def render_chat(chat: Chat, template: ChatTemplate, flags: EngineFlags | None = None) -> str:
@@ -233,7 +233,7 @@ def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Mess
     if role == "system" and drops_billing:
         parts = _without_billing(parts)
     # Neither a missing nor an empty text becomes a line.
-    texts = [text for text in (_part(content_part, form) for content_part in parts) if text]
+    texts = [text for text in (_rendered_part(content_part, form) for content_part in parts) if text]
     rendered: Message = {"role": role, "content": texts if form == "openai" else "\n".join(texts)}
     if role == "assistant":
         if calls := message.get("tool_calls"):
@@ -253,7 +253,7 @@ def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Mess
     return rendered
 
 
-def _part(content_part: Any, form: ContentFormat) -> Any:
+def _rendered_part(content_part: Any, form: ContentFormat) -> Any:
     """A part as the template gets it; None for a part that vLLM skips."""
     if isinstance(content_part, str):
         return {"type": "text", "text": content_part} if form == "openai" else content_part

@@ -266,8 +266,10 @@ class HarmonyTurns:
         kept = without_old_reasoning(messages)
         mark = "1" if turn.has_functions else "0"
         parts = self._cache.encode_each([key_of(message, mark) for message in kept], self._harmony.encode)
-        places = (index for index, message in enumerate(kept) if message.get("channel") == "analysis")
-        final = next(places, len(kept))
+        reasoning_indexes = (
+            index for index, message in enumerate(kept) if message.get("channel") == "analysis"
+        )
+        final = next(reasoning_indexes, len(kept))
         stable = prefix.extended(joined(parts[:final])) if final else prefix
         turn = HarmonyTurn(turn.today, turn.has_functions, turn.names, tuple(kept[final:]))
         return Grown(turn, stable, joined(parts[final:]) + self._harmony.next_turn)
