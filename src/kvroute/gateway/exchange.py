@@ -50,7 +50,7 @@ from kvroute.routing.audit import Audit
 from kvroute.routing.registry import STRATEGIES
 from kvroute.routing.reports import Reports
 from kvroute.routing.strategy import Candidate, ExactPrompt, Needs, RouteDecision, Tokens
-from kvroute.tallies import Spread
+from kvroute.tallies import FastHistogram
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.response import UpstreamResponse, unframed
@@ -392,7 +392,7 @@ class Exchange(Struct, eq=False):
     """Parts of the response that `_preamble` has read."""
     _awaits_token: bool = False
     """The preamble was passed on, and the first token has not arrived."""
-    _gaps: Spread | None = None
+    _gaps: FastHistogram | None = None
     """For an event stream: the histogram of the times between its chunks."""
     _write_framed: Callable[[bytes], None] | None = None
     """Writes chunks of an event stream that already have their framing."""
