@@ -284,12 +284,12 @@ def _ended_messages(
 
     `sent_prompts` has workers, with their ranks, and last keys.
     """
-    together: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
+    by_target: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
     for dispatch in dispatches:
         candidate = dispatch.candidate
         rank = None if candidate.held is None else candidate.held.rank
-        together.setdefault((dispatch.query.model, candidate.worker.id, rank), []).append(dispatch)
-    for (model, worker, rank), dispatches_there in together.items():
+        by_target.setdefault((dispatch.query.model, candidate.worker.id, rank), []).append(dispatch)
+    for (model, worker, rank), dispatches_there in by_target.items():
         target = worker if rank is None else f"{worker} {rank}"
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
         base_keys, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
@@ -322,8 +322,9 @@ def _ended_messages(
         packed = all_fresh.tobytes()
         figures = answered, prefill_s, stay_s, block_tokens
         if answered or base_keys or repeated or sessions:
-            lasts, ids = repeated.tobytes(), sessions.tobytes()
-            yield EndedRequests(model, worker, *figures, base_keys, sizes, packed, lasts, ids, rank)
+            repeated_keys, session_hashes = repeated.tobytes(), sessions.tobytes()
+            prompt_keys = base_keys, sizes, packed
+            yield EndedRequests(model, worker, *figures, *prompt_keys, repeated_keys, session_hashes, rank)
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -357,7 +358,7 @@ class PeerDispatches:
         self._ids = count(1)
         self._questions: OrderedDict[tuple[PeerId, int], _Question] = OrderedDict()
         """By the process that was asked, and the last key. Several prompts may begin with the same groups."""
-        self._wanted: list[KeyGroupsRequest] = []
+        self._key_group_requests: list[KeyGroupsRequest] = []
         """Questions of the message that is being applied; they are sent together."""
         self.incomplete = 0
         """Prompts with keys that were not known here, since the start."""
@@ -559,7 +560,7 @@ class PeerDispatches:
         if question is None or now - question.asked_at > _ASK_AGAIN_S:
             waiting = [] if question is None else question.prompts
             question = self._questions[question_key] = _Question(next(self._ids), now, waiting)
-            self._wanted.append(KeyGroupsRequest(question.id, prompt.base_key))
+            self._key_group_requests.append(KeyGroupsRequest(question.id, prompt.base_key))
             if len(self._questions) > _MAX_INCOMPLETE:
                 self._questions.popitem(last=False)
         prompts = sum(len(pending.prompts) for pending in self._questions.values())
@@ -569,8 +570,8 @@ class PeerDispatches:
 
     def _send_questions(self, peer: PeerId) -> None:
         """Send the questions of the message that was applied."""
-        if self._wanted:
-            wanted, self._wanted = self._wanted, []
+        if self._key_group_requests:
+            wanted, self._key_group_requests = self._key_group_requests, []
             self._send(peer, *wanted)
 
     def _worker(self, worker_id: str) -> Worker | None:
