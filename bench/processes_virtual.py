@@ -16,7 +16,7 @@ from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
+from kvroute.replicas.decisions import DispatchPublisher, PeerDispatches
 from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import (
     Dispatched,
@@ -68,7 +68,7 @@ class Gateway:
     def __init__(self, number: int, clock: VirtualClock) -> None:
         self.number = number
         groups = KeyGroups()
-        self.own = OwnDecisions(lambda: None, groups)
+        self.own = DispatchPublisher(lambda: None, groups)
         self.router = Router(RoutingOptions(), observer=self.own)
         self.workers = Workers()
         self.workers.apply("bench", [WorkerSpec(WorkerId(f"w{n}"), f"http://w{n}") for n in range(WORKERS)])
@@ -77,7 +77,7 @@ class Gateway:
             self.workers.update_facts(worker, facts)
             self.workers.mark_healthy(worker, 0.0)
             self.router.worker_joined(worker)
-        self.peers = PeerDecisions(self.router, self.workers, clock, groups, _never)
+        self.peers = PeerDispatches(self.router, self.workers, clock, groups, _never)
 
     def receive(self, number: int, messages: Sequence[Message]) -> None:
         for message in messages:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvroute.app.collectors import DeclaredFamilies
 from kvroute.metrics import Metrics
-from kvroute.tallies import Gauges, Spread, gauge
+from kvroute.tallies import FastHistogram, Gauges, gauge
 
 BOUNDS = (0.5, 1.0, 2.0)
 VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lambda n: n / 8)), max_size=12)
@@ -16,25 +16,25 @@ VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.integers(0, 24).map(lamb
 
 @given(st.lists(VALUES, max_size=4))
 def test_deferred_values_count_like_others(batches: list[list[float]]) -> None:
-    immediate, deferred = Spread(BOUNDS), Spread(BOUNDS)
+    immediate, deferred = FastHistogram(BOUNDS), FastHistogram(BOUNDS)
 
     for batch in batches:
         for value in batch:
             immediate.observe(value)
-            deferred.later(value)
-        deferred.settle()
+            deferred.append(value)
+        deferred.flush()
 
     assert deferred.cumulative() == immediate.cumulative()
     assert deferred.sum == immediate.sum
 
 
 def test_a_reader_sees_deferred_values() -> None:
-    spread = Spread(BOUNDS)
+    histogram = FastHistogram(BOUNDS)
 
-    spread.later(0.75)
+    histogram.append(0.75)
 
-    assert spread.sum == 0.75
-    assert spread.cumulative()[1] == ("1.0", 1.0)
+    assert histogram.sum == 0.75
+    assert histogram.cumulative()[1] == ("1.0", 1.0)
 
 
 def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:

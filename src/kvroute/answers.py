@@ -75,7 +75,7 @@ class BoundedTransport(httpx.AsyncBaseTransport):
     def ended(self, request: httpx.Request) -> None:
         """A whole answer came: the next refusal from this place is logged again."""
         if len(self._logged):
-            self._logged.pop(_place(request))
+            self._logged.pop(_target_of(request))
 
     def too_long(self, request: httpx.Request, limit: int) -> AnswerRefused:
         """The error for a body that has exceeded `limit` bytes."""
@@ -84,9 +84,9 @@ class BoundedTransport(httpx.AsyncBaseTransport):
     def _refuse(self, request: httpx.Request, reason: str, text: str) -> AnswerRefused:
         if self._on_refused is not None:
             self._on_refused(reason)
-        place = _place(request)
-        if place not in self._logged:
-            self._logged.put(place, True)
+        target = _target_of(request)
+        if target not in self._logged:
+            self._logged.put(target, True)
             shown = request.url.copy_with(query=None, username=None, password=None)
             log.warning("an answer from %s is refused: %s", shown, text)
         return AnswerRefused(reason, text, request)
@@ -114,5 +114,5 @@ class _BoundedStream(httpx.AsyncByteStream):
         await self._inner.aclose()
 
 
-def _place(request: httpx.Request) -> tuple[str, int | None, str]:
+def _target_of(request: httpx.Request) -> tuple[str, int | None, str]:
     return request.url.host, request.url.port, request.url.path

@@ -28,5 +28,5 @@ def dual_stack_socket(port: int) -> socket.socket:
 
 def without_mapping(address: str) -> str:
     """The IPv4 address that such a socket shows as an address of IPv6; other addresses unchanged."""
-    rest = address.removeprefix(_MAPPED)
-    return rest if "." in rest else address
+    unmapped = address.removeprefix(_MAPPED)
+    return unmapped if "." in unmapped else address

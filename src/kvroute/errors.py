@@ -88,12 +88,12 @@ class WireError(KvrouteError):
 class UpstreamError(KvrouteError):
     """A worker's connection failed before a complete answer.
 
-    `sent` is False only if the worker has certainly received no byte of the request. `reused` is True when
-    the worker had closed a kept-alive connection before the whole request had arrived there, so that it
+    `was_sent` is False only if the worker has certainly received no byte of the request. `reused` is True
+    when the worker had closed a kept-alive connection before the whole request had arrived there, so that it
     cannot have begun to compute it; that is no sign of bad health.
     """
 
-    sent: ClassVar[bool] = True
+    was_sent: ClassVar[bool] = True
     cause: ClassVar[str] = "upstream"
 
     def __init__(self, message: str = "", *, reused: bool = False) -> None:
@@ -102,7 +102,7 @@ class UpstreamError(KvrouteError):
 
 
 class ConnectRefused(UpstreamError):
-    sent = False
+    was_sent = False
     cause = "refused"
 
 
@@ -111,17 +111,17 @@ OUT_OF_DESCRIPTORS = "out_of_descriptors"
 
 
 class NoResources(UpstreamError):
-    sent = False
+    was_sent = False
     cause = "no_resources"
 
 
 class ConnectTimeout(UpstreamError):
-    sent = False
+    was_sent = False
     cause = "connect_timeout"
 
 
 class PoolExhausted(UpstreamError):
-    sent = False
+    was_sent = False
     cause = "pool_exhausted"
 
 

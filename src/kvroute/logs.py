@@ -169,11 +169,11 @@ class QueuedWriter:
         # A daemon: the end of the process must not wait for the reader. It gets no signals: the parent of
         # several processes waits for them in its main thread.
         thread = threading.Thread(target=self._run, name="log", daemon=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             thread.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return thread
 
     def _run(self) -> None:
@@ -193,10 +193,10 @@ class QueuedWriter:
 
     def _write_all(self, data: bytes) -> str:
         """Write, for as long as it takes. Returns the problem, "" if there was none."""
-        left = memoryview(data)
-        while left:
+        unwritten = memoryview(data)
+        while unwritten:
             try:
-                left = left[os.write(self.descriptor, left) :]
+                unwritten = unwritten[os.write(self.descriptor, unwritten) :]
             except BlockingIOError:  # another process has made the descriptor non-blocking
                 select.select([], [self.descriptor], [])
             except OSError as error:
@@ -282,7 +282,7 @@ def drain() -> None:
 
 
 def _handlers() -> list[LogHandler]:
-    return [each for each in logging.getLogger("kvroute").handlers if isinstance(each, LogHandler)]
+    return [handler for handler in logging.getLogger("kvroute").handlers if isinstance(handler, LogHandler)]
 
 
 def _standard_error() -> TextIO | QueuedWriter:
@@ -296,7 +296,7 @@ def _standard_error() -> TextIO | QueuedWriter:
         return stream
     if not may_block:
         return stream
-    queues = [each.stream for each in _handlers() if isinstance(each.stream, QueuedWriter)]
+    queues = [handler.stream for handler in _handlers() if isinstance(handler.stream, QueuedWriter)]
     return next((queue for queue in queues if queue.descriptor == descriptor), QueuedWriter(descriptor))
 
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from kvroute import __version__
 from kvroute.clock import Clock
-from kvroute.tallies import Family, RequestLabels, Spread, Tally
+from kvroute.tallies import Family, FastCounter, FastHistogram, RequestLabels
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -64,9 +64,11 @@ class Series:
         self._metrics = metrics
         self._outcome = outcome
         # Children are created at their first count, so that a metric without values has no series.
-        self._answered: tuple[Tally, Tally, Spread, Tally, Spread, Spread] | None = None
-        self._reported: tuple[Tally, Tally] | None = None
-        self._seconds: tuple[Tally, Spread, Spread] | None = None
+        self._answered: (
+            tuple[FastCounter, FastCounter, FastHistogram, FastCounter, FastHistogram, FastHistogram] | None
+        ) = None
+        self._reported: tuple[FastCounter, FastCounter] | None = None
+        self._seconds: tuple[FastCounter, FastHistogram, FastHistogram] | None = None
 
     def answered(self, requests: Sequence[AnsweredRequest]) -> None:
         """Count finished requests whose answers had at least one byte.
@@ -77,26 +79,26 @@ class Series:
             metrics, outcome = self._metrics, self._outcome
             self._answered = (*metrics.routed_tokens(outcome), *metrics.seconds(outcome, self._streamed))
         prompts, hits, matched, finished, duration, first_byte = self._answered
-        durations, first_bytes, lengths, found, tiers, reported, cached = zip(*requests, strict=True)
+        durations, first_bytes, lengths, matched_tokens, tiers, reported, cached = zip(*requests, strict=True)
         if None in first_bytes:
-            first_bytes = tuple(each for each in first_bytes if each is not None)
+            first_bytes = tuple(seconds for seconds in first_bytes if seconds is not None)
         if None in cached:
-            reported = tuple(each for each in reported if each is not None)
-            cached = tuple(each or 0 for each in cached)
+            reported = tuple(count for count in reported if count is not None)
+            cached = tuple(count or 0 for count in cached)
         # Everything that may fail comes before the first count.
-        tokens, by_tier = float(sum(lengths)), [float(sum(found)), 0.0, 0.0]
+        tokens, by_tier = float(sum(lengths)), [float(sum(matched_tokens)), 0.0, 0.0]
         if any(tiers):
             by_tier = [float(sum(column)) for column in zip(*map(_in_tiers, requests), strict=True)]
         usage = float(sum(reported)), float(sum(cached))
         prompts.value += tokens
         hits.value += by_tier[0]
-        for tier, held in zip(_TIERS[1:], by_tier[1:], strict=True):
-            if held:
-                self._metrics.hit_tokens(self._outcome, tier).value += held
-        matched.all_later(found)
+        for tier, tier_tokens in zip(_TIERS[1:], by_tier[1:], strict=True):
+            if tier_tokens:
+                self._metrics.hit_tokens(self._outcome, tier).value += tier_tokens
+        matched.extend(matched_tokens)
         finished.value += len(requests)
-        duration.all_later(durations)
-        first_byte.all_later(first_bytes)
+        duration.extend(durations)
+        first_byte.extend(first_bytes)
         if reported:
             self.reported(*usage)
 
@@ -115,9 +117,9 @@ class Series:
             self._seconds = self._metrics.seconds(self._outcome, self._streamed)
         requests, duration, first_byte = self._seconds
         requests.value += 1.0
-        duration.later(duration_s)
+        duration.append(duration_s)
         if first_byte_s is not None:
-            first_byte.later(first_byte_s)
+            first_byte.append(first_byte_s)
 
 
 class Metrics(Collector):
@@ -131,9 +133,9 @@ class Metrics(Collector):
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
-        self._counters: list[Family[Tally]] = []
-        self._gauges: list[Family[Tally]] = []
-        self._histograms: list[Family[Spread]] = []
+        self._counters: list[Family[FastCounter]] = []
+        self._gauges: list[Family[FastCounter]] = []
+        self._histograms: list[Family[FastHistogram]] = []
         info = self._gauge("kvroute_build_info", "Version of kvroute; always 1.", ["version", "python"])
         info.labels(__version__, platform.python_version()).inc()
 
@@ -403,8 +405,8 @@ class Metrics(Collector):
             self.streams_aborted.labels(by)
         self._series: dict[tuple[str, str, str, str, int, bool], Series] = {}
         self._before_collect: list[Callable[[], None]] = []
-        self._prefilled: dict[str, tuple[Spread, Tally]] = {}
-        self._handed_over: dict[tuple[str, str], tuple[Tally, Tally]] = {}
+        self._prefilled: dict[str, tuple[FastHistogram, FastCounter]] = {}
+        self._handed_over: dict[tuple[str, str], tuple[FastCounter, FastCounter]] = {}
         registry.register(self)
 
     def series(
@@ -419,13 +421,15 @@ class Metrics(Collector):
             )
         return series
 
-    def seconds(self, outcome: RequestLabels, streamed: bool) -> tuple[Tally, Spread, Spread]:
+    def seconds(
+        self, outcome: RequestLabels, streamed: bool
+    ) -> tuple[FastCounter, FastHistogram, FastHistogram]:
         """Counter of finished requests, histograms of duration and time to first byte. For `Series`."""
         pool = (outcome.model, outcome.worker, outcome.strategy)
         first_byte = self._first_byte.labels(*pool, "true" if streamed else "false")
         return self._requests.labels(*outcome), self._duration.labels(*pool), first_byte
 
-    def routed_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally, Spread]:
+    def routed_tokens(self, outcome: RequestLabels) -> tuple[FastCounter, FastCounter, FastHistogram]:
         """Counters of prompt tokens and of tokens predicted on the GPU; predictions by length. For
         `Series`."""
         pool = (outcome.model, outcome.worker, outcome.strategy)
@@ -435,16 +439,16 @@ class Metrics(Collector):
             self._matched.labels(outcome.strategy),
         )
 
-    def hit_tokens(self, outcome: RequestLabels, tier: str) -> Tally:
+    def hit_tokens(self, outcome: RequestLabels, tier: str) -> FastCounter:
         """Counter of the tokens that were predicted in a tier. For `Series`."""
         return self._hit_tokens.labels(outcome.model, outcome.worker, outcome.strategy, tier)
 
-    def reported_tokens(self, outcome: RequestLabels) -> tuple[Tally, Tally]:
+    def reported_tokens(self, outcome: RequestLabels) -> tuple[FastCounter, FastCounter]:
         """Counters of reported prompt tokens and reported cached tokens. For `Series`."""
         pair = (outcome.model, outcome.worker)
         return self._reported_prompt_tokens.labels(*pair), self._cached_tokens.labels(*pair)
 
-    def gaps(self, model: str, worker: str, strategy: str) -> Spread:
+    def gaps(self, model: str, worker: str, strategy: str) -> FastHistogram:
         """The histogram of the times between the chunks of a stream, in seconds."""
         return self._gaps.labels(model, worker, strategy)
 
@@ -460,16 +464,16 @@ class Metrics(Collector):
         for outcome, number in outcomes:
             if number:
                 self._predictions.labels(strategy, worker, tier, outcome).inc(number)
-        self._prediction_error.labels(strategy, worker, tier).all_later(error_tokens)
+        self._prediction_error.labels(strategy, worker, tier).extend(error_tokens)
 
     def prefilled(self, worker: str, seconds: float, computed_tokens: int) -> None:
         """Count a prompt that a prefill worker has computed for another worker."""
-        known = self._prefilled.get(worker)
-        if known is None:
+        children = self._prefilled.get(worker)
+        if children is None:
             computed = self._handover_computed.labels(worker)
-            known = self._prefilled[worker] = self._handover_prefill.labels(worker), computed
-        duration, tokens = known
-        duration.later(seconds)
+            children = self._prefilled[worker] = self._handover_prefill.labels(worker), computed
+        duration, tokens = children
+        duration.append(seconds)
         tokens.value += computed_tokens
 
     def handed_over(
@@ -477,23 +481,25 @@ class Metrics(Collector):
     ) -> None:
         """Count an answer of `worker` to a prompt that `prefill_worker` has computed."""
         key = worker, prefill_worker
-        known = self._handed_over.get(key)
-        if known is None:
-            known = self._handed_over[key] = (
+        children = self._handed_over.get(key)
+        if children is None:
+            children = self._handed_over[key] = (
                 self._handovers.labels(*key),
                 self._handover_tokens.labels(worker),
             )
-        answers, tokens = known
+        answers, tokens = children
         answers.value += 1.0
         tokens.value += moved_tokens
         if transfer_s is not None:
-            self._handover_transfer.labels(worker).later(transfer_s)
+            self._handover_transfer.labels(worker).append(transfer_s)
 
     def forget_workers(self, names: Collection[str]) -> None:
         """Remove all series with these values of the label `worker`. O(all series)."""
         self._series = {key: series for key, series in self._series.items() if key[1] not in names}
-        self._prefilled = {key: known for key, known in self._prefilled.items() if key not in names}
-        self._handed_over = {key: known for key, known in self._handed_over.items() if key[0] not in names}
+        self._prefilled = {key: children for key, children in self._prefilled.items() if key not in names}
+        self._handed_over = {
+            key: children for key, children in self._handed_over.items() if key[0] not in names
+        }
         for family in (*self._counters, *self._gauges):
             family.remove("worker", names)
         for histogram in self._histograms:
@@ -509,8 +515,8 @@ class Metrics(Collector):
         for observed in self._histograms:
             observed.remove("key", names)
         waiting = self.queue_waiting
-        place = waiting.label_names.index("key")
-        busy = {labels[place] for labels, tally in waiting.children.items() if tally.value}
+        label_index = waiting.label_names.index("key")
+        busy = {labels[label_index] for labels, counter in waiting.children.items() if counter.value}
         waiting.remove("key", set(names) - busy)
 
     def answer_refused(self, reason: str) -> None:
@@ -521,45 +527,50 @@ class Metrics(Collector):
         """Call `count` before each collection, for a caller that counts in batches."""
         self._before_collect.append(count)
 
-    def settle(self) -> None:
-        """Count the values of all `Spread.later` calls. A frequent caller calls this from time to time."""
+    def flush(self) -> None:
+        """Count the values that were appended to the histograms.
+
+        A frequent caller of `FastHistogram.append` calls this from time to time.
+        """
         for family in self._histograms:
-            for spread in family.children.values():
-                spread.settle()
+            for histogram in family.children.values():
+                histogram.flush()
 
     def collect(self) -> Iterable[Metric]:
         for count in self._before_collect:
             count()
         for counted in self._counters:
             total = CounterMetricFamily(counted.name, counted.help_text, labels=counted.label_names)
-            for values, tally in counted.children.items():
-                total.add_metric(values, tally.value)
+            for values, counter in counted.children.items():
+                total.add_metric(values, counter.value)
             yield total
-        for held in self._gauges:
-            level = GaugeMetricFamily(held.name, held.help_text, labels=held.label_names)
-            for values, tally in held.children.items():
-                level.add_metric(values, tally.value)
+        for gauge in self._gauges:
+            level = GaugeMetricFamily(gauge.name, gauge.help_text, labels=gauge.label_names)
+            for values, counter in gauge.children.items():
+                level.add_metric(values, counter.value)
             yield level
         for observed in self._histograms:
-            spread = HistogramMetricFamily(observed.name, observed.help_text, labels=observed.label_names)
+            distribution = HistogramMetricFamily(
+                observed.name, observed.help_text, labels=observed.label_names
+            )
             for values, counts in observed.children.items():
-                spread.add_metric(values, counts.cumulative(), counts.sum)
-            yield spread
+                distribution.add_metric(values, counts.cumulative(), counts.sum)
+            yield distribution
 
-    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Family[Tally]:
-        family = Family(Tally, name, help_text, labels)
+    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Family[FastCounter]:
+        family = Family(FastCounter, name, help_text, labels)
         self._counters.append(family)
         return family
 
-    def _gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Family[Tally]:
-        family = Family(Tally, name, help_text, labels)
+    def _gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Family[FastCounter]:
+        family = Family(FastCounter, name, help_text, labels)
         self._gauges.append(family)
         return family
 
     def _histogram(
         self, name: str, help_text: str, bounds: Sequence[float], labels: Sequence[str] = ()
-    ) -> Family[Spread]:
-        family = Family(lambda: Spread(bounds), name, help_text, labels)
+    ) -> Family[FastHistogram]:
+        family = Family(lambda: FastHistogram(bounds), name, help_text, labels)
         self._histograms.append(family)
         return family
 
@@ -574,20 +585,20 @@ class DepartedSeries:
         """`forget`: `Metrics.forget_workers` or `Metrics.forget_keys`."""
         self._clock = clock
         self._forget = forget
-        self._left: dict[str, float] = {}
+        self._departed_at: dict[str, float] = {}
         """Name -> when it left."""
         metrics.call_before_collect(self._remove)
 
     def returned(self, name: str) -> None:
-        self._left.pop(name, None)
+        self._departed_at.pop(name, None)
 
-    def left(self, name: str) -> None:
-        self._left[name] = self._clock.now()
+    def mark_departed(self, name: str) -> None:
+        self._departed_at[name] = self._clock.now()
         self._remove()
 
     def _remove(self) -> None:
         due = self._clock.now() - SERIES_KEPT_S
-        if names := {name for name, left in self._left.items() if left <= due}:
+        if names := {name for name, departed_at in self._departed_at.items() if departed_at <= due}:
             self._forget(names)
             for name in names:
-                del self._left[name]
+                del self._departed_at[name]

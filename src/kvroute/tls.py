@@ -97,8 +97,8 @@ class ServerTlsOptions(Options):
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that are set."""
-        each = (self.cert_file, self.key_file, self.client_ca_file)
-        return tuple(file for file in each if file is not None)
+        candidates = (self.cert_file, self.key_file, self.client_ca_file)
+        return tuple(file for file in candidates if file is not None)
 
 
 def _check_pair(cert_file: Path | None, key_file: Path | None) -> None:
@@ -133,14 +133,16 @@ def expiry(cert_file: Path, path: str) -> float:
     option's `path`. Blocks.
     """
     try:
-        found = [_not_after(ssl.PEM_cert_to_DER_cert(text)) for text in _PEM(cert_file.read_text("latin-1"))]
+        expiries = [
+            _not_after(ssl.PEM_cert_to_DER_cert(text)) for text in _PEM(cert_file.read_text("latin-1"))
+        ]
     except OSError as error:
         raise TlsFileError(path, f"cannot read {cert_file}: {error.strerror}") from None
     except (ValueError, IndexError):
         raise TlsFileError(path, f"{cert_file} has a certificate that cannot be decoded") from None
-    if not found:
+    if not expiries:
         raise TlsFileError(path, f"{cert_file} has no PEM certificate")
-    return min(found)
+    return min(expiries)
 
 
 def _not_after(der: bytes) -> float:
@@ -156,13 +158,13 @@ def _not_after(der: bytes) -> float:
 
 def _children(der: bytes) -> list[tuple[int, bytes]]:
     """The elements of an ASN.1 sequence: the tag, and the content; for a sequence, with its own head."""
-    content, found = _element(der, 0)[1], list[tuple[int, bytes]]()
+    content, elements = _element(der, 0)[1], list[tuple[int, bytes]]()
     at = 0
     while at < len(content):
         tag, inner, end = _element(content, at)
-        found.append((tag, content[at:end] if tag == _SEQUENCE else inner))
+        elements.append((tag, content[at:end] if tag == _SEQUENCE else inner))
         at = end
-    return found
+    return elements
 
 
 def _element(der: bytes, at: int) -> tuple[int, bytes, int]:
@@ -256,12 +258,12 @@ class Signature(NamedTuple):
 
 def signatures(files: tuple[Path, ...]) -> tuple[Signature | None, ...]:
     """The signature of each file, None for a file that cannot be found. Follows symbolic links. Blocks."""
-    found: list[Signature | None] = []
+    file_signatures: list[Signature | None] = []
     for file in files:
         try:
             status = os.stat(file)
         except OSError:
-            found.append(None)
+            file_signatures.append(None)
         else:
-            found.append(Signature(status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found)
+            file_signatures.append(Signature(status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(file_signatures)

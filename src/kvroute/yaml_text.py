@@ -69,18 +69,18 @@ def check(root: yaml.Node) -> None:
         if isinstance(node, yaml.ScalarNode):
             return 1
         key = id(node)
-        known = sizes.get(key)
-        if known is not None:
-            return known
+        size = sizes.get(key)
+        if size is not None:
+            return size
         if key in open_nodes:
             raise NotReadable("it is nested too deeply")  # for ever: an anchor contains itself
         if depth > _MAX_DEPTH:
             raise NotReadable("it is nested too deeply")
         open_nodes.add(key)
         total = 1
-        for each in node.value:
-            for part in each if isinstance(each, tuple) else (each,):
-                total += size_of(part, depth + 1)
+        for member in node.value:
+            for child in member if isinstance(member, tuple) else (member,):
+                total += size_of(child, depth + 1)
                 if total > MAX_NODES:
                     raise NotReadable(f"aliases make more than {MAX_NODES} values of it")
         open_nodes.discard(key)

@@ -419,7 +419,7 @@ def test_the_series_of_a_removed_key_stay_for_a_while_only():
     both = read_keys(json.dumps({"keys": [{"name": "a", "hash": HASH}, {"name": "b", "hash": OTHER}]}), "f")
     keys = KeyRing(both, metrics, clock)
     end(admit(keys))
-    metrics.queue_wait.labels("m", "a").later(0.1)
+    metrics.queue_wait.labels("m", "a").append(0.1)
     metrics.queue_shed.labels("m", "b", "full").inc()
     metrics.queue_waiting.labels("m", "a").inc()
     keys.install(both[1:])

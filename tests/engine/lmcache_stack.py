@@ -117,7 +117,7 @@ class Stack:
         """Also for the coordinator: nobody reports it."""
         await self.store.flushdb()
         for pool in self.coordinator.pools():
-            pool.held.clear()
+            pool.chunks.clear()
 
     async def settled(self, l2_objects: int) -> None:
         """Wait until Redis holds so much, and nothing more is stored, whether the map knows it or not."""
@@ -133,7 +133,7 @@ class Stack:
         """What distinguishes the stack from its known state, in which all caches are empty and the map knows
         it. Asks the canary."""
         believed = {"L1": self.instance.memory.objects}
-        believed |= {"L2": sum(pool.held.objects for pool in self.coordinator.pools())}
+        believed |= {"L2": sum(pool.chunks.objects for pool in self.coordinator.pools())}
         held = {"L1": await self.l1_objects(), "L2": int(await self.store.dbsize())}
         found = [f"{tier} holds {count} objects" for tier, count in held.items() if count]
         if believed != held:
@@ -190,7 +190,7 @@ class Stack:
                     now = (
                         self.instance.memory.objects,
                         await self.l1_objects(),
-                        pool.held.objects if pool else 0,
+                        pool.chunks.objects if pool else 0,
                         int(await self.store.dbsize()),
                     )
                     agreed = agreed + 1 if now == seen and now[0] == now[1] and now[2] == now[3] else 0

@@ -115,12 +115,12 @@ async def test_redis_has_the_mapped_chunks_under_the_queried_names(stack: Stack)
     answer = await l2.lookup(PromptChunks(prompt(5)), "", targets)
 
     assert answer.reason is None
-    assert answer.held[pool.held.holder] == set(PromptChunks(prompt(5)).keys(scheme))
+    assert answer.chunks[pool.chunks.holder] == set(PromptChunks(prompt(5)).keys(scheme))
     evicted = chunk_names(prompt(5), scheme)[4:]
     await stack.store.delete(*(object_name(stack.model, SINGLE_RANK, 0, name, "") for name in evicted))
     fresh = RedisL2(stack.options.l2, stack.clock)
     answer = await fresh.lookup(PromptChunks(prompt(5)), "", targets)
-    found = stack.index.match(PromptChunks(prompt(5)[:-1]), "", {}, answer.held)
+    found = stack.index.match(PromptChunks(prompt(5)[:-1]), "", {}, answer.chunks)
     in_memory, _ = stack.predicted(prompt(5))
     assert found == {0: (in_memory, max(0, 4 * CHUNK - in_memory))}
     await stack.clear_l2()  # the coordinator does not know of what was deleted
@@ -173,7 +173,7 @@ async def test_a_server_that_is_killed_loses_its_memory_and_comes_back_whole(own
     await stack.lmcache.wait()
     await until(lambda: not stack.knows, within_s=QUIET_S)
     assert stack.predicted(prompt(400)) == (0, 0)
-    assert pool.held.objects == await stack.store.dbsize() == CACHED // CHUNK
+    assert pool.chunks.objects == await stack.store.dbsize() == CACHED // CHUNK
 
     await stack.lmcache.start()
     await stack.lmcache.wait_ready(f"{stack.lmcache_url}/healthcheck", timeout_s=READY_S)

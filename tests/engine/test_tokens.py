@@ -144,7 +144,7 @@ async def test_the_choice_is_local_with_the_models_files_and_remote_without(
         for folder in (model_folder, None):
             exact = ExactTokens(threads, http)
             source = await exact.prepare(MODEL, folder=folder, url=engines[0].url)
-            assert source.mode is (Mode.LOCAL if folder else Mode.REMOTE), source.why
+            assert source.mode is (Mode.LOCAL if folder else Mode.REMOTE), source.explanation
             found.append(await exact.prompts(request, model=MODEL, url=engines[0].url))
 
     assert isinstance(found[0], ExactPrompts)

@@ -157,13 +157,13 @@ class Envelopes:
             data = self._bytes.change(data, self._recent)
         self._recent = [*self._recent[-20:], data]
         self.last = data
-        before = self.channel.counts.received
+        before = self.channel.counts.messages_received
         self.channel.on_data(data)
         self.check()
         if rng.random() < 0.01:
             self.clock.time += rng.choice((0.1, 3.0, 100.0))
             self.channel._check(self.clock.now())
-        return "refused" if self.channel.counts.received == before else "read"
+        return "refused" if self.channel.counts.messages_received == before else "read"
 
     def answers(self, data: bytes) -> str:
         """What Redis answers, in pieces of any length."""

@@ -108,7 +108,7 @@ class Worker:
     def in_index(self) -> set[int]:
         """The keys below 1,000 that the index has for the instance."""
         self.rig.sweep()
-        known = self.rig.controller._roster.known.get(str(self.sender["instance_id"]))
+        known = self.rig.controller._roster.by_name.get(str(self.sender["instance_id"]))
         if known is None:
             return set()
         space = ChunkSpace(self.rig.controller.scheme)

@@ -286,7 +286,7 @@ def test_the_index_never_has_a_chunk_that_the_worker_does_not_hold(
 
 
 def _has_unseen_loss(rig: Any, worker: Any) -> bool:
-    ranks = rig.controller._roster.known["a"].instance.ranks
+    ranks = rig.controller._roster.by_name["a"].instance.ranks
     places = ranks[0].locations
     expected = {name: place.sequence.expected for name, place in places.items()}
     return any(expected.get(name, number) != number for name, number in worker.numbers.items())

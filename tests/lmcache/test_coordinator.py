@@ -213,7 +213,7 @@ def test_captures_replay_to_the_ground_truth(name: str) -> None:
         assert held(instance.memory.holder, memory[instance.id])
         assert instance.trust is MapTrust.WHOLE
     (pool,) = coordinator.pools()
-    assert held(pool.held.holder, store)
+    assert held(pool.chunks.holder, store)
     assert len(store) > 100
 
 

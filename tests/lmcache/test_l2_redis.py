@@ -80,7 +80,7 @@ TARGET = L2Target(ChunkHolder(Tier.L2, shared=True), SCHEME, MODEL, ONE)
 
 def held(answer: L2Answer, target: L2Target = TARGET) -> list[int]:
     """Indexes of the prompt's chunks that the answer has."""
-    return [place for place, key in enumerate(KEYS) if key in answer.held[target.holder]]
+    return [place for place, key in enumerate(KEYS) if key in answer.chunks[target.holder]]
 
 
 def test_objects_are_named_as_lmcache_names_them() -> None:
@@ -195,7 +195,7 @@ async def test_the_answer_overrides_the_events(redis_url: str, store: redis.asyn
 
     answer = await l2.lookup(prompt, "", [TARGET])
 
-    assert index.match(prompt, "", {}, answer.held) == {0: (0, 40)}
+    assert index.match(prompt, "", {}, answer.chunks) == {0: (0, 40)}
     await l2.aclose()
 
 
@@ -209,7 +209,7 @@ async def test_an_unreachable_redis_is_logged_once_and_without_its_password(
             answers = [await l2.lookup(PromptChunks(PROMPT), "", [TARGET]) for _ in range(3)]
     await l2.aclose()
 
-    assert [(answer.reason, dict(answer.held)) for answer in answers] == [(L2Reason.UNREACHABLE, {})] * 3
+    assert [(answer.reason, dict(answer.chunks)) for answer in answers] == [(L2Reason.UNREACHABLE, {})] * 3
     assert l2.counts.failures[L2Reason.UNREACHABLE] == 3
     assert len(caplog.records) == 1
     assert "hunter2" not in caplog.text
@@ -295,7 +295,7 @@ async def test_every_exception_of_the_client_becomes_a_reason(
 
     answer = await l2.lookup(PromptChunks(PROMPT), "", [TARGET])
 
-    assert (answer.reason, dict(answer.held), l2.counts.failures[reason]) == (reason, {}, 1)
+    assert (answer.reason, dict(answer.chunks), l2.counts.failures[reason]) == (reason, {}, 1)
     assert "10.0.0.1" not in caplog.text
     await l2.aclose()
 
@@ -332,7 +332,7 @@ def test_targets_are_the_models_that_workers_may_read() -> None:
     coordinator.worker_changed(ServedWorker("a", "10.0.0.1", (0,), frozenset({MODEL})))
 
     (pool,) = coordinator.pools()
-    assert targets_of(coordinator, "resp") == [L2Target(pool.held.holder, ChunkScheme(), MODEL, ONE)]
+    assert targets_of(coordinator, "resp") == [L2Target(pool.chunks.holder, ChunkScheme(), MODEL, ONE)]
     assert targets_of(coordinator, "s3") == []
 
     before = coordinator.changes

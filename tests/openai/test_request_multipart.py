@@ -1,7 +1,7 @@
 import pytest
 
 from kvroute.errors import InvalidRequest, OverLimit
-from kvroute.openai.request import form_places
+from kvroute.openai.request import form_spans
 
 KIND = "multipart/form-data; boundary=b0"
 
@@ -11,7 +11,7 @@ def part(name, value, more=b""):
 
 
 def fields(body, most=1000):
-    return {name: body[place] for name, place in form_places(body, KIND, most).items()}
+    return {name: body[span] for name, span in form_spans(body, KIND, most).items()}
 
 
 def test_text_parts_are_found_and_files_are_not():

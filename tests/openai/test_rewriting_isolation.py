@@ -71,13 +71,13 @@ def test_empty_parameters_become_the_tag(params):
 
 
 def test_a_body_without_the_two_members_is_copied_and_not_read_again(monkeypatch):
-    def place(*_):
+    def refuse(*_):
         raise AssertionError("read again")
 
     body = b'{"model":"ada","prompt":"' + b"x" * 1_000_000 + b'"}'
     asked = request(body)
-    monkeypatch.setattr(rewriting.TopLevelMember, "place", place)
-    monkeypatch.setattr(type(asked), "fields", property(place))
+    monkeypatch.setattr(rewriting.TopLevelMember, "locate", refuse)
+    monkeypatch.setattr(type(asked), "fields", property(refuse))
 
     assert isolated(body, asked, SPACE).startswith(body[:-1] + b',"cache_salt":"' + SPACE.encode())
 

@@ -319,7 +319,7 @@ async def test_a_server_that_leaves_while_its_state_is_sent_stays_away(bus, cloc
     sending = asyncio.ensure_future(one.reports._send_state("b", instance))
     await asyncio.sleep(0)
     one.coordinator.deregister("w")
-    one.reports.left("w")
+    one.reports.server_left("w")
     one.reports._sending.release()
     await sending
     await bus.pump()

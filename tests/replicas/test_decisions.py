@@ -16,7 +16,7 @@ from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerRole, WorkerSpec
 from kvroute.index.prefix_index import MapTrust
-from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, OwnDecisions, PeerDecisions
+from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, DispatchPublisher, PeerDispatches
 from kvroute.replicas.envelope import SPLIT_BYTES, decode_payload, encode_payloads
 from kvroute.replicas.members import apply_recent_prompts, recent_prompts
 from kvroute.replicas.mesh import GATHER_S, FrameReader, encode_frame
@@ -25,8 +25,8 @@ from kvroute.replicas.messages import (
     EndedRequests,
     Finished,
     FirstToken,
-    Groups,
-    GroupsWanted,
+    KeyGroupsAnswer,
+    KeyGroupsRequest,
     RecentPrompts,
     SessionForgotten,
     pack_keys,
@@ -45,7 +45,7 @@ class Gateway:
 
     def __init__(self, strategy: str, clock: ManualClock, caches=None, roles=("both",) * 3) -> None:
         self.groups = KeyGroups()
-        self.own = OwnDecisions(lambda: None, self.groups)
+        self.own = DispatchPublisher(lambda: None, self.groups)
         self.router = Router(RoutingOptions(strategy=strategy), caches=caches, observer=self.own)
         self.fleet = Fleet()
         self.specs = [
@@ -55,7 +55,7 @@ class Gateway:
         self.clock = clock
         self.serve(self.specs)
         self.answers: list = []
-        self.peers = PeerDecisions(
+        self.peers = PeerDispatches(
             self.router, self.fleet, clock, self.groups, lambda _, *messages: self.sent(messages)
         )
         self.envelopes = 0
@@ -332,7 +332,7 @@ def test_a_prompt_that_is_sent_again_costs_one_key(clock):
 
     keys = [key for message in sent for key in unpack_keys(message.repeated)]
     assert sorted(keys) == sorted(block_keys(text.encode())[-1] for text in texts)
-    assert all(message.known == [] and message.fresh == b"" for message in sent)
+    assert all(message.base_keys == [] and message.fresh == b"" for message in sent)
     for text in texts:
         assert other.explained(text) == one.explained(text)
 
@@ -434,9 +434,9 @@ def test_prompts_of_ended_requests_with_unknown_keys_arrive_later(clock):
     other.receive(one)
     assert other.explained("another " * 40) == one.explained("another " * 40)
     (wanted,) = other.answers
-    one.peers.groups_wanted("other", wanted)
+    one.peers.send_key_groups("other", wanted)
     (answer,) = one.answers
-    other.peers.groups(1, answer)
+    other.peers.learn_key_groups(1, answer)
 
     assert other.explained(text) == one.explained(text)
 
@@ -590,11 +590,11 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
     assert other.loads() == one.loads()
     assert other.explained(text) != one.explained(text)
     (wanted,) = other.answers
-    assert isinstance(wanted, GroupsWanted)
-    one.peers.groups_wanted("other", wanted)
+    assert isinstance(wanted, KeyGroupsRequest)
+    one.peers.send_key_groups("other", wanted)
     (answer,) = one.answers
-    assert isinstance(answer, Groups)
-    other.peers.groups(1, answer)
+    assert isinstance(answer, KeyGroupsAnswer)
+    other.peers.learn_key_groups(1, answer)
     assert other.explained(text) == one.explained(text)
     running.finish(clock.now())
     other.receive(one)
@@ -610,7 +610,7 @@ def test_a_dispatch_with_unknown_groups_is_load_until_they_arrive(clock):
         {"sizes": [1, 1]},
         {"fresh": b"x"},
         {"repeated": b"x"},
-        {"known": [None, None], "sizes": [-1, 2]},
+        {"base_keys": [None, None], "sizes": [-1, 2]},
     ],
 )
 def test_figures_that_do_not_fit_are_no_message(change):
@@ -622,7 +622,7 @@ def test_figures_that_do_not_fit_are_no_message(change):
         "stay_s": 0.2,
         "block_tokens": 16.0,
     }
-    keys = {"known": [None], "sizes": [1], "fresh": bytes(8)}
+    keys = {"base_keys": [None], "sizes": [1], "fresh": bytes(8)}
     EndedRequests(**whole | keys)
 
     with pytest.raises(ValueError, match="do not fit"):
@@ -666,8 +666,8 @@ def test_unknown_groups_are_asked_for_once_for_all_prompts_that_begin_with_them(
 
     other.receive(one)
     (wanted,) = other.answers
-    one.peers.groups_wanted("other", wanted)
-    other.peers.groups(1, one.answers[0])
+    one.peers.send_key_groups("other", wanted)
+    other.peers.learn_key_groups(1, one.answers[0])
 
     assert other.peers.incomplete == 20
     for number in range(20):
@@ -688,7 +688,7 @@ def test_all_unknown_groups_of_a_message_are_asked_for_together(clock):
 
     other.receive(one)
 
-    assert len({wanted.known for wanted in other.answers}) == 3
+    assert len({wanted.last_key for wanted in other.answers}) == 3
     assert other.envelopes == 1
 
 
@@ -725,8 +725,8 @@ def test_groups_that_never_arrive_do_not_fill_the_memory(clock):
     assert len(other.peers._questions) == 256
     assert max(len(each.prompts) for each in other.peers._questions.values()) == 256
     for wanted in other.answers:
-        other.peers.groups(1, Groups(wanted.id, b""))
-    other.peers.groups(1, Groups(12345, b""))
+        other.peers.learn_key_groups(1, KeyGroupsAnswer(wanted.id, b""))
+    other.peers.learn_key_groups(1, KeyGroupsAnswer(12345, b""))
 
     assert (other.peers.incomplete, len(other.answers)) == (600, 300)
     assert other.peers.unfinished == 0

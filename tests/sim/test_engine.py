@@ -40,7 +40,7 @@ def test_a_request_produces_its_first_token_with_its_prefill_and_one_each_iterat
         progress = sim.finish()
         produced.append(item.produced(sim.iteration))
         if len(produced) == 1:
-            assert progress.first == [item]
+            assert progress.prefilled == [item]
             assert progress.finished == []
 
     assert produced == [1, 2, 3]
@@ -116,7 +116,7 @@ def test_long_prompts_are_computed_in_chunks_and_announced_chunk_by_chunk() -> N
     lengths, firsts = [], []
     while sim.begin() is not None:
         progress = sim.finish()
-        firsts.append(bool(progress.first))
+        firsts.append(bool(progress.prefilled))
         lengths.append([len(e.block_hashes) for e in progress.events if isinstance(e, BlockStored)])
 
     assert firsts == [False, False, True]
@@ -205,7 +205,7 @@ def test_a_request_without_output_ends_with_its_prefill() -> None:
     sim.begin()
     progress = sim.finish()
 
-    assert progress.first == progress.finished == [item]
+    assert progress.prefilled == progress.finished == [item]
     assert sim.counters.generation_tokens == 0
 
 
@@ -265,7 +265,7 @@ def test_an_abort_between_begin_and_finish_is_safe() -> None:
     sim.abort(leaving)
     progress = sim.finish()
 
-    assert progress.first == [staying]
+    assert progress.prefilled == [staying]
     assert drain(sim) == [staying]
     assert sim.cache.available == 64
 

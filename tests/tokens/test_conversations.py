@@ -352,7 +352,7 @@ def test_only_bytes_after_a_known_prefix_are_compared(
     other_before = b"x" * prefix.end + behind
     place = (known.end + prefix.end) // 2
     other_behind = asked.body[:place] + b"?" + asked.body[place + 1 :]
-    other = PromptPrefix(prefix.opened, prefix.end, prefix.head, prefix.rest)
+    other = PromptPrefix(prefix.opened, prefix.end, prefix.head, prefix.kept_tail)
 
     assert 0 < prefix.end < known.end
     assert known.is_prefix_of(other_before, prefix)

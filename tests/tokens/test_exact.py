@@ -116,7 +116,7 @@ async def test_a_model_whose_files_agree_with_the_worker_is_tokenized_here(
         found = await exact.prompts(request, model="tiny", url=URL)
 
     assert source.mode is Mode.LOCAL
-    assert "17 samples agree" in source.why
+    assert "17 samples agree" in source.explanation
     assert exact.sources == {"tiny": source}
     assert found == ExactPrompts(worker.tokenizer.prompts(request), Mode.LOCAL)
     assert worker.asked == []
@@ -132,7 +132,7 @@ async def test_nothing_is_computed_for_the_comparison_where_the_option_says_so(
         source = await exact.prepare("tiny", folder=write_model(), url=URL)
 
     assert source.mode is Mode.LOCAL
-    assert "(/tokenize)" in source.why
+    assert "(/tokenize)" in source.explanation
     assert not [path for path, body in worker.asked if "return_token_ids" in body]
 
 
@@ -148,7 +148,7 @@ async def test_files_are_compared_with_what_the_worker_computes_with_and_not_wit
         quick = exact.prompts_if_quick(make_request(messages=[USER]), model="tiny")
         text = await exact.prompts(make_request("completions", prompt="Hi"), model="tiny", url=URL)
 
-    assert "samples agree" not in source.why
+    assert "samples agree" not in source.explanation
     assert chat is TokensReason.DIFFERS
     assert quick is None
     assert isinstance(text, ExactPrompts)
@@ -174,7 +174,7 @@ async def test_only_requests_of_a_shape_that_differs_have_no_exact_tokens(
     assert source.refused == {Shape.EFFORT}
     assert with_effort is TokensReason.DIFFERS
     assert isinstance(without, ExactPrompts)
-    assert "an effort" in source.why
+    assert "an effort" in source.explanation
 
 
 def as_gpt_oss(folder: Path) -> Path:
@@ -192,7 +192,7 @@ async def test_a_model_with_harmony_never_agrees_by_tokenize_alone(
         chat = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
         text = await exact.prompts(make_request("completions", prompt="Hi"), model="tiny", url=URL)
 
-    assert "samples agree" not in source.why
+    assert "samples agree" not in source.explanation
     assert chat is TokensReason.HARMONY
     assert isinstance(text, ExactPrompts)
 
@@ -210,7 +210,7 @@ async def test_a_model_with_harmony_is_exact_if_the_worker_computes_with_the_sam
         found = await exact.prompts(request, model="tiny", url=URL)
 
     assert (source.mode, source.through, source.refused) == (Mode.LOCAL, "harmony", frozenset())
-    assert "17 samples agree" in source.why
+    assert "17 samples agree" in source.explanation
     assert found == ExactPrompts(worker.computes.prompts(request), Mode.LOCAL)
 
 
@@ -247,7 +247,7 @@ async def test_files_that_disagree_leave_tokenizing_to_the_worker_and_name_the_d
         found = await exact.prompts(request, model="tiny", url=URL)
 
     assert (source.mode, source.through) == (Mode.REMOTE, "/tokenize")
-    assert "a question" in source.why
+    assert "a question" in source.explanation
     assert found == ExactPrompts(worker.tokenizer.prompts(request), Mode.REMOTE)
 
 
@@ -262,7 +262,7 @@ async def test_without_usable_files_the_render_endpoints_are_preferred(
         source = await exact.prepare("tiny", folder=folder if folder_is_broken else None, url=URL)
 
     assert (source.mode, source.through) == (Mode.REMOTE, "/render")
-    assert ("no tokenizer.json" in source.why) == folder_is_broken
+    assert ("no tokenizer.json" in source.explanation) == folder_is_broken
 
 
 async def test_a_worker_that_answers_nothing_leaves_no_source(
@@ -274,7 +274,7 @@ async def test_a_worker_that_answers_nothing_leaves_no_source(
         found = await exact.prompts(make_request(messages=[USER]), model="tiny", url=URL)
 
     assert source.mode is Mode.NONE
-    assert "answered no sample" in source.why
+    assert "answered no sample" in source.explanation
     assert found is TokensReason.NO_SOURCE
 
 

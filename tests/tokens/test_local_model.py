@@ -48,7 +48,7 @@ def test_tokenizers_is_used_where_fastokens_does_not_agree(
     encoder = load_model(write_model()).encoder
 
     assert encoder.name == "tokenizers"
-    assert why in encoder.why
+    assert why in encoder.explanation
     assert list(encoder.encode("Hi there")) == list(load_model(write_model()).encoder.encode("Hi there"))
 
 

@@ -220,7 +220,7 @@ def test_an_answer_that_ends_early_gives_its_bytes_and_then_connection_lost(
 
         body, error = await drain(response)
         assert type(error) is ConnectionLost
-        assert error.sent
+        assert error.was_sent
         assert answer.body.startswith(body)
         assert not response.at_end
         assert bench.owner.events == ["opened", "dropped", "closed"]

@@ -29,7 +29,7 @@ from kvroute.errors import (
 )
 from kvroute.metrics import DepartedSeries, Metrics
 from kvroute.openai.request import InferenceRequest
-from kvroute.tallies import Tally
+from kvroute.tallies import FastCounter
 from kvroute.tls import Signature, signatures
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ class Account:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         # Created at their first count, so that keys without requests have no series.
-        self.requests_tally: Tally | None = None
-        self.tokens_tally: Tally | None = None
+        self.requests_tally: FastCounter | None = None
+        self.tokens_tally: FastCounter | None = None
 
     def apply(self, limits: KeyLimits, now: float) -> None:
         """Use these limits from now on."""
@@ -225,7 +225,7 @@ class KeyRing:
             check_default_key(self._tokens.options, by_name)
         for name in self._accounts:
             if name not in accounts:
-                self._departed.left(name)
+                self._departed.mark_departed(name)
         for name in accounts:
             self._departed.returned(name)
         self._by_digest, self._by_client, self._accounts = by_digest, by_client, accounts
@@ -442,7 +442,7 @@ class KeyRing:
             client.account.all_tokens += tokens
             self._changed(client.key.name, client.account)
 
-    def tokens_tally(self, client: KnownClient) -> Tally:
+    def tokens_tally(self, client: KnownClient) -> FastCounter:
         """The counter of the tokens that were charged to a key."""
         return self._metrics.key_tokens.labels(client.key.name)
 

@@ -283,7 +283,7 @@ class RequestQueue:
     def started(self, entry: QueueEntry, model: str, input_tokens: int) -> float:
         """Account for a request that is sent now. Returns what `finished` needs."""
         waited_s = self._now() - entry.entered
-        self._metrics.queue_wait.labels(model, entry.key or _NO_KEY).later(waited_s)
+        self._metrics.queue_wait.labels(model, entry.key or _NO_KEY).append(waited_s)
         return self._accounts.started(entry.key, input_tokens)
 
     def finished(self, entry: QueueEntry, assumed: float, output_tokens: int) -> None:

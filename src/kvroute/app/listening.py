@@ -20,7 +20,7 @@ from kvroute.fleet.fleet import Fleet
 from kvroute.http.asgi import Application
 from kvroute.metrics import Metrics
 from kvroute.relay.dataplane import DataPlane
-from kvroute.tallies import Family, Tally
+from kvroute.tallies import Family, FastCounter
 from kvroute.tls import ServerTlsOptions, expiry, server_context, signatures
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class _ClosingProtocol(asyncio.Protocol):
 class _CountedHandshake(ssl.SSLObject):
     """The TLS state of one connection; counts the handshake's outcome."""
 
-    counts: Family[Tally]
+    counts: Family[FastCounter]
     _is_begun = False
 
     def do_handshake(self) -> None:

@@ -26,7 +26,7 @@ from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
 from kvroute.relay.poison import Loss, LostRequests
 from kvroute.relay.stored_responses import ResponseOwners
 from kvroute.replicas.channel import Channel
-from kvroute.replicas.decisions import OwnDecisions, PeerDecisions
+from kvroute.replicas.decisions import DispatchPublisher, PeerDispatches
 from kvroute.replicas.envelope import ID_BYTES
 from kvroute.replicas.members import (
     Joining,
@@ -44,21 +44,21 @@ from kvroute.replicas.messages import (
     EndedRequests,
     Finished,
     FirstToken,
-    Groups,
-    GroupsWanted,
     InSync,
-    KeysRefilling,
+    KeyGroupsAnswer,
+    KeyGroupsRequest,
     KeyUsed,
     LearnedCosts,
+    LimitsInUse,
     LostRequestsCleared,
     Message,
     OverrideEntry,
     OverridesChanged,
-    Owner,
     PeerId,
     PlacedSessions,
     RecentPrompts,
     RequestLost,
+    ResponseOwner,
     SessionForgotten,
     SharedMessage,
     SnapshotRequest,
@@ -194,7 +194,7 @@ _OWNERS: Final = 10_000
 _SESSIONS: Final = 10_000
 """Most sessions with the worker of their last request in a snapshot."""
 _TOGETHER: Final = 1000
-_PARTS_OF_STATES: Final = {LearnedCosts, PlacedSessions, KeysRefilling, RecentPrompts, CacheServerStore}
+_PARTS_OF_STATES: Final = {LearnedCosts, PlacedSessions, LimitsInUse, RecentPrompts, CacheServerStore}
 
 
 class SharedOwners(ResponseOwners):
@@ -206,7 +206,7 @@ class SharedOwners(ResponseOwners):
 
     def remember(self, response_id: str, worker: WorkerId) -> None:
         super().remember(response_id, worker)
-        self._publish(Owner(response_id, worker))
+        self._publish(ResponseOwner(response_id, worker))
 
     def remember_from_peer(self, response_id: str, worker: WorkerId) -> None:
         """Remember an owner that another process published."""
@@ -230,7 +230,7 @@ class Replica:
         self.mesh = mesh
         self.channel = channel
         self.groups = KeyGroups()
-        self.own = OwnDecisions(self._flush_soon, self.groups)
+        self.own = DispatchPublisher(self._flush_soon, self.groups)
         self.publish = self.own.publish
         """Send to all processes of this gateway and of others, in a few `GATHER_S`."""
         self._timer: asyncio.TimerHandle | None = None
@@ -273,16 +273,18 @@ class Replica:
         self._reports, joining = reports, self._joining
         joining.needs_reports = reports is not None and joining.needs_state
         self._fleet, self._router, self._health, self._clock = fleet, router, health, clock
-        self._peer_decisions = peers = PeerDecisions(router, fleet, clock, self.groups, self.send)
+        self._peer_decisions = peers = PeerDispatches(router, fleet, clock, self.groups, self.send)
         self._map_publisher, self._mirror = map_publisher, mirror
         self._handlers = {
             Dispatched: peers.dispatched,
             FirstToken: lambda peer, message: peers.first_token(peer, message.id),
             Finished: lambda peer, message: peers.finished(peer, message.id),
             EndedRequests: peers.ended,
-            GroupsWanted: peers.groups_wanted,
-            Groups: peers.groups,
-            Owner: lambda _, owner: self.owners.remember_from_peer(owner.response_id, WorkerId(owner.worker)),
+            KeyGroupsRequest: peers.send_key_groups,
+            KeyGroupsAnswer: peers.learn_key_groups,
+            ResponseOwner: lambda _, owner: self.owners.remember_from_peer(
+                owner.response_id, WorkerId(owner.worker)
+            ),
             SessionForgotten: lambda _, message: router.session_forgotten_by_peer(message.session_key),
             OverridesChanged: self._on_overrides,
             Ejected: self._on_ejected,
@@ -292,7 +294,7 @@ class Replica:
             LearnedCosts: self._on_learned_costs,
             PlacedSessions: self._on_placed_sessions,
             KeyUsed: self._on_key_used,
-            KeysRefilling: self._on_keys_refilling,
+            LimitsInUse: self._on_keys_refilling,
             RequestLost: self._on_request_lost,
             LostRequestsCleared: self._on_lost_requests_cleared,
             InSync: self._on_in_sync,
@@ -489,7 +491,7 @@ class Replica:
         """A message of a batch of another gateway that did not arrive in time."""
         if isinstance(message, Dispatched):
             self._peer_decisions.missed(peer, message)
-        elif isinstance(message, EndedRequests | Owner | SessionForgotten):
+        elif isinstance(message, EndedRequests | ResponseOwner | SessionForgotten):
             self.on_message(peer, message)
 
     def on_peer_gone(self, peer: PeerId) -> None:
@@ -526,7 +528,7 @@ class Replica:
 
     def _snapshot(self) -> Iterable[Sequence[SharedMessage]]:
         """What is sent together. New dispatches reach the process that joins anyway."""
-        owners = [Owner(*owner) for owner in self.owners.latest(_OWNERS)]
+        owners = [ResponseOwner(*owner) for owner in self.owners.latest(_OWNERS)]
         for start in range(0, len(owners), _TOGETHER):
             yield owners[start : start + _TOGETHER]
         yield learned_costs(self._router, self._fleet.workers())
@@ -539,7 +541,7 @@ class Replica:
         for start in range(0, len(latest), _TOGETHER):
             yield (PlacedSessions([], models, [*latest[start : start + _TOGETHER]]),)
         if self._ring is not None:
-            yield (KeysRefilling(self._ring.refilling()),)
+            yield (LimitsInUse(self._ring.refilling()),)
         for recent in recent_prompts(self._router, self._fleet.workers()):
             yield (recent,)
 
@@ -568,7 +570,7 @@ class Replica:
         if self._ring is not None:
             self._ring.used_elsewhere(peer, SharedUse(*msgspec.structs.astuple(message)))
 
-    def _on_keys_refilling(self, peer: PeerId, message: KeysRefilling) -> None:
+    def _on_keys_refilling(self, peer: PeerId, message: LimitsInUse) -> None:
         if self._ring is not None and peer == self._joining.source and not self._is_charged:
             self._is_charged = True  # another answer has the same use
             for use in message.uses:

@@ -620,7 +620,7 @@ class Runtime:
                 self.router.worker_left(worker)
                 self._owners.forget_worker(worker.id)
                 self._transports.forget(worker)
-                self._departed.left(worker.id)
+                self._departed.mark_departed(worker.id)
             case FleetChange.RESTARTED:
                 self.router.worker_restarted(worker)
                 self._owners.forget_worker(worker.id)

@@ -200,7 +200,7 @@ class LMCache:
         answers = await asyncio.gather(
             *(redis.lookup(prompt.chunks, prompt.salt, targets) for prompt in prompts)
         )
-        return [answer.held for answer in answers]
+        return [answer.chunks for answer in answers]
 
     def targets(self) -> Sequence[L2Target]:
         """The places in the shared store where lookups are made now."""

@@ -113,7 +113,7 @@ class MirroredCaches:
                 self._set_places(
                     worker,
                     tuple(
-                        CachePlace(p.slot, p.rank, MapTrust(p.trust), p.why, p.ahead, note=p.note)
+                        CachePlace(p.slot, p.rank, MapTrust(p.trust), p.reason, p.ahead, note=p.note)
                         for p in places
                     ),
                 )
@@ -277,7 +277,7 @@ class CacheTrackerMirror:
         answers = await asyncio.gather(
             *(redis.lookup(prompt.chunks, prompt.salt, targets) for prompt in prompts)
         )
-        return [answer.held for answer in answers]
+        return [answer.chunks for answer in answers]
 
     async def _sweep(self) -> None:
         while True:

@@ -92,7 +92,7 @@ class TokenSources:
         source = await self._tokens.prepare(model, folder=folder, url=url, billing=billing, root=root)
         self._stale.discard(model)
         level = logging.WARNING if source.mode is Mode.NONE else logging.INFO
-        self._log_change(model, level, f"{source.mode.value}: {source.why}")
+        self._log_change(model, level, f"{source.mode.value}: {source.explanation}")
         return source.mode is not Mode.NONE
 
     def _log_change(self, model: str, level: int, source: str) -> None:
@@ -186,11 +186,11 @@ class Tokenizing:
         for model in self._fleet.catalog.bases:
             source = self._tokens.sources.get(model)
             if source is None or source.mode is Mode.NONE:
-                why = "not checked yet" if source is None else source.why
+                why = "not checked yet" if source is None else source.explanation
                 notes.append(f"kvaware: no exact tokens of {model!r}: {why}")
             elif source.refused:
                 shapes = ", ".join(sorted(source.refused))
-                notes.append(f"kvaware: no exact tokens of {model!r} for {shapes}: {source.why}")
+                notes.append(f"kvaware: no exact tokens of {model!r} for {shapes}: {source.explanation}")
         for model, reason in self.preparer.outages.reasons.items():
             notes.append(f"kvaware: no exact tokens of the last prompts for {model!r}: {reason}")
         return notes
@@ -202,6 +202,6 @@ class Tokenizing:
     def describe(self) -> dict[str, object]:
         """The token source of each model, for the admin API."""
         return {
-            model: {"told_by": source.mode.value, "through": source.through, "why": source.why}
+            model: {"told_by": source.mode.value, "through": source.through, "why": source.explanation}
             for model, source in self._tokens.sources.items()
         }

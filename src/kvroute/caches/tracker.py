@@ -589,7 +589,7 @@ class CacheMapPublisher:
         except NotFound:
             return True
         if isinstance(message, Distrusted):
-            cache_tracker.distrust(worker, message.rank, message.why)
+            cache_tracker.distrust(worker, message.rank, message.reason)
         else:
             keys, chunks = unpack_keys(message.keys), PromptChunks(unpack_ids(message.ids))
             prompt = ExactPrompt(
@@ -600,7 +600,7 @@ class CacheMapPublisher:
                 message.adapter,
             )
             cache_tracker.answered(
-                worker, message.rank, message.model, prompt, message.sent, message.cached_tokens
+                worker, message.rank, message.model, prompt, message.sent_at, message.cached_tokens
             )
         return True
 

@@ -137,9 +137,9 @@ def new(name: str) -> None:
 def check_keys(file: Path, salts: bool) -> None:
     """Read a file of keys and print the names, or the line and reason of its first error."""
     try:
-        found = read_key_file(file)
+        keys = read_key_file(file)
     except ConfigError as error:
         raise NotValid(str(error)) from error
-    for key in found:
+    for key in keys:
         tenant = key.tenant or key.name
         click.echo(f"{key.name} {tenant} {key_space('', '', '', tenant)}" if salts else key.name)

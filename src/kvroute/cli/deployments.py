@@ -61,10 +61,10 @@ def problems_of(document: Document) -> Iterator[tuple[Field, str]]:
         try:
             load(file=file)
         except InvalidConfig as exc:
-            found = exc.problems
+            config_problems = exc.problems
         else:
-            found = ()
-    for problem in found:
+            config_problems = ()
+    for problem in config_problems:
         if not problem.path.endswith("_file"):
             yield _field(document, problem), _text(problem, file)
 
@@ -121,20 +121,20 @@ def reading_of(text: str, versions: str | None = None) -> SpecReading:
     wrong = [Finding(path, lines.get(path), FieldVerdict.WRONG, text) for path, text in problems]
     fields = {finding.path for finding in wrong}
     kept = [finding for finding in reading.findings if finding.path not in fields]
-    return SpecReading(None, tuple(sorted([*kept, *wrong], key=lambda each: each.line or 0)))
+    return SpecReading(None, tuple(sorted([*kept, *wrong], key=lambda finding: finding.line or 0)))
 
 
 def line_about(file: Path, finding: Finding) -> str:
     """One finding as one line: place, verdict, field and reason."""
-    place = f"{file}:{finding.line}" if finding.line is not None else str(file)
+    location = f"{file}:{finding.line}" if finding.line is not None else str(file)
     name = f"{dotted(finding.path)}: " if finding.path else ""
-    return f"{place}: {finding.verdict.value}: {name}{finding.text}"
+    return f"{location}: {finding.verdict.value}: {name}{finding.text}"
 
 
 def print_findings(file: Path, findings: Iterable[Finding], *, err: bool) -> None:
     """Print a line for each finding: first what is wrong, then what is noted, last what is applied."""
     order = [FieldVerdict.WRONG, FieldVerdict.NOTED, FieldVerdict.APPLIED]
-    for finding in sorted(findings, key=lambda each: order.index(each.verdict)):
+    for finding in sorted(findings, key=lambda finding: order.index(finding.verdict)):
         click.echo(line_about(file, finding), err=err)
 
 
@@ -288,7 +288,9 @@ def _read_endpoint(file: Path, flags: dict[str, Any], tiny_in: Path | None) -> E
     document, findings = reading.document, list(reading.findings)
     if document is not None:
         findings = list(local_findings(document, findings))
-    print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
+    print_findings(
+        file, (finding for finding in findings if finding.verdict is not FieldVerdict.APPLIED), err=True
+    )
     if document is None:
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     if tiny_in is not None:
@@ -406,11 +408,11 @@ def _table(state: UpState, now: float) -> Table:
 
 def _duration(seconds: float) -> str:
     """A duration in two units, such as `2 h 5 m`."""
-    left = max(0, round(seconds))
+    remaining = max(0, round(seconds))
     for name, length, smaller in (("d", 86_400, ("h", 3600)), ("h", 3600, ("m", 60)), ("m", 60, ("s", 1))):
-        if left >= length:
-            return f"{left // length} {name} {left % length // smaller[1]} {smaller[0]}"
-    return f"{left} s"
+        if remaining >= length:
+            return f"{remaining // length} {name} {remaining % length // smaller[1]} {smaller[0]}"
+    return f"{remaining} s"
 
 
 @click.command()
@@ -430,8 +432,8 @@ def logs(state_dir: Path, lines: int, follow_logs: bool, names: tuple[str, ...])
     files = StateFolder(state_dir).log_files()
     unknown = [name for name in names if name not in files]
     if unknown:
-        known = ", ".join(files) or f"none in {state_dir}"
-        raise click.ClickException(f"there is no log of {', '.join(unknown)}; logs: {known}")
+        available = ", ".join(files) or f"none in {state_dir}"
+        raise click.ClickException(f"there is no log of {', '.join(unknown)}; logs: {available}")
     chosen = {name: files[name] for name in names or files}
     screen, growing = Screen(Console(), chosen), {}
     for name, path in chosen.items():
@@ -521,20 +523,22 @@ def render(
     findings = list(reading.findings)
     if reading.document is not None:
         findings = target_findings(target, reading.document, findings, door)
-    print_findings(file, (each for each in findings if each.verdict is not FieldVerdict.APPLIED), err=True)
-    if reading.document is None or any(each.verdict is FieldVerdict.WRONG for each in findings):
+    print_findings(
+        file, (finding for finding in findings if finding.verdict is not FieldVerdict.APPLIED), err=True
+    )
+    if reading.document is None or any(finding.verdict is FieldVerdict.WRONG for finding in findings):
         raise WrongSpec(f"{file} is wrong: {count(findings)}")
     click.echo(f"{file}: {count(findings)}", err=True)
     files = rendered(target, with_local_token_bytes(plan_endpoint(reading.document)), door)
     if folder is not None:
         write(folder, files)
         return
-    first, *others = files
+    first_file, *others = files
     made = render_target(target)
     if made is None or not made.first_only:
         click.echo("".join(files.values()), nl=False)
         return
-    click.echo(files[first], nl=False)
+    click.echo(files[first_file], nl=False)
     if others:
         click.echo(f"kvroute: -o DIR also writes {', '.join(others)}", err=True)
 

@@ -73,8 +73,8 @@ class Refused(CannotRun):
         if not isinstance(cause, InvalidConfig):
             super().show(file)
             return
-        found = refused(cause.problems, self._source, self._flag)
-        click.echo(as_document(found) if self._as_json else as_text(found, Observations(())), nl=False)
+        findings = refused(cause.problems, self._source, self._flag)
+        click.echo(as_document(findings) if self._as_json else as_text(findings, Observations(())), nl=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,14 +116,14 @@ def doctor(context: click.Context, loaded: Loaded) -> None:
     2: could not run. Warnings do not count.
     """
     flags = context.params
-    config, found, seen = asyncio.run(examine(loaded.config, url=flags["url"], probes=flags["probe"]))
+    config, findings, seen = asyncio.run(examine(loaded.config, url=flags["url"], probes=flags["probe"]))
     if flags["bundle"] is not None:
         try:
-            write_bundle(flags["bundle"], config, loaded.config, seen, found)
+            write_bundle(flags["bundle"], config, loaded.config, seen, findings)
         except OSError as error:
             raise ConfigError("bundle", f"cannot write {flags['bundle']}: {error.strerror}") from error
-    click.echo(as_document(found) if flags["as_json"] else as_text(found, seen), nl=False)
-    context.exit(exit_code(found))
+    click.echo(as_document(findings) if flags["as_json"] else as_text(findings, seen), nl=False)
+    context.exit(exit_code(findings))
 
 
 def _spec_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
@@ -267,8 +267,8 @@ def _with_secrets(described: Mapping[str, Any], local: Config) -> Config:
     """The gateway's masked configuration, with those secrets that are known here."""
     options = {section: value for section, value in described.items() if section != "in_force"}
     config = Config.model_validate(_without_masks(options))
-    own = local.fleet.worker_api_key
-    fleet = config.fleet.model_copy(update={"worker_api_key": own}) if own else config.fleet
+    worker_key = local.fleet.worker_api_key
+    fleet = config.fleet.model_copy(update={"worker_api_key": worker_key}) if worker_key else config.fleet
     l2 = config.lmcache.l2
     if local.lmcache.l2.redis_url is not None:
         l2 = local.lmcache.l2
@@ -302,9 +302,9 @@ def _configured_workers(
     workers: dict[WorkerId, WorkerSpec] = {}
     ignored = []
     for spec in listed:
-        first = workers.setdefault(spec.id, spec)
-        if first.url != spec.url:
-            ignored.append((spec, first))
+        kept = workers.setdefault(spec.id, spec)
+        if kept.url != spec.url:
+            ignored.append((spec, kept))
     unknown = ""
     if config.fleet.kubernetes.enabled or config.fleet.dns.names:
         unknown = "workers from Kubernetes or DNS: only a running gateway with its admin key lists them"
@@ -320,7 +320,7 @@ def _deployment(
 ) -> Deployment:
     used = config.routing.strategies_used()
     key = config.fleet.worker_api_key
-    own = config.server.api_keys
+    api_keys = config.server.api_keys
     return Deployment(
         workers=workers,
         strategies=used,
@@ -330,7 +330,7 @@ def _deployment(
         lmcache=config.lmcache,
         worker_key=key.get_secret_value() if key else None,
         gateway_url=gateway,
-        client_key=os.environ.get(CLIENT_KEY) or (own[0].get_secret_value() if own else None),
+        client_key=os.environ.get(CLIENT_KEY) or (api_keys[0].get_secret_value() if api_keys else None),
         admin_key=admin,
         open_files=2 * config.server.max_in_flight + _OWN_DESCRIPTORS,
         unknown_workers=unknown,
@@ -345,9 +345,12 @@ async def _gather(examined: _Examined, *, probes: bool) -> Observations:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
             trust_env=False, timeout=TIMEOUT_S, headers=headers, transport=_transport(config.upstream)
-        ) as own:
+        ) as worker_client:
             gatherer = Gatherer(
-                examined.deployment, client, compare=_comparison(config, own, threads), probes=probes
+                examined.deployment,
+                client,
+                compare=_comparison(config, worker_client, threads),
+                probes=probes,
             )
             return await gatherer.gather()
 
@@ -366,7 +369,7 @@ def _comparison(config: Config, client: httpx.AsyncClient, threads: TokenThreads
             return None
         exact = ExactTokens(threads, client, flags=flags, allow_fastokens=tokens.fastokens)
         source = await exact.prepare(model, folder=folder, url=url)
-        return "" if source.mode is Mode.LOCAL else f"{folder}: {source.why}"
+        return "" if source.mode is Mode.LOCAL else f"{folder}: {source.explanation}"
 
     return compare
 
@@ -374,17 +377,17 @@ def _comparison(config: Config, client: httpx.AsyncClient, threads: TokenThreads
 # --- output -----------------------------------------------------------------------------------------------
 
 
-def as_text(found: Iterable[Finding], seen: Observations) -> str:
+def as_text(findings: Iterable[Finding], seen: Observations) -> str:
     """The findings for a reader, a summary last."""
-    found = list(found)
+    findings = list(findings)
     lines = []
-    for each in found:
-        lines.append(f"{each.severity.value}: {each.subject}: {each.what} [{each.code}]")
-        if each.why:
-            lines.append(f"    why: {each.why}")
-        if each.fix:
-            lines.append(f"    fix: {each.fix}")
-    counts = {severity: sum(each.severity is severity for each in found) for severity in Severity}
+    for finding in findings:
+        lines.append(f"{finding.severity.value}: {finding.subject}: {finding.what} [{finding.code}]")
+        if finding.why:
+            lines.append(f"    why: {finding.why}")
+        if finding.fix:
+            lines.append(f"    fix: {finding.fix}")
+    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
     workers = len(seen.workers)
     lines.append(
         f"{workers} worker{'s' * (workers != 1)} examined: {counts[Severity.ERROR]} errors, "
@@ -393,23 +396,23 @@ def as_text(found: Iterable[Finding], seen: Observations) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_document(found: Iterable[Finding]) -> str:
+def as_document(findings: Iterable[Finding]) -> str:
     """The findings as JSON: a list of objects, `severity` as text."""
-    entries = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in found]
+    entries = [{**dataclasses.asdict(finding), "severity": finding.severity.value} for finding in findings]
     return json.dumps({"version": __version__, "findings": entries}, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_bundle(
-    path: Path, config: Config, local: Config, seen: Observations, found: Iterable[Finding]
+    path: Path, config: Config, local: Config, seen: Observations, findings: Iterable[Finding]
 ) -> None:
     """Write the support archive. Every secret of the two configurations is replaced in every file.
 
     Raises OSError. Contains no prompts: the gateway's answers have none.
     """
-    found = list(found)
+    findings = list(findings)
     texts = {
-        "findings.txt": as_text(found, seen),
-        "findings.json": as_document(found),
+        "findings.txt": as_text(findings, seen),
+        "findings.json": as_document(findings),
         "config.json": json.dumps(masked(config), indent=2),
         "versions.json": json.dumps(_versions(seen), indent=2),
     }
@@ -444,22 +447,22 @@ def _keys(config: Config, seen: Observations) -> set[str]:
 
 def _secrets(options: object) -> set[str]:
     """Every secret value in the options, and the password inside a URL."""
-    found: set[str] = set()
+    secrets: set[str] = set()
     if isinstance(options, Options):
         for name in type(options).model_fields:
-            found |= _secrets(getattr(options, name))
+            secrets |= _secrets(getattr(options, name))
     elif isinstance(options, SecretStr):
         text = options.get_secret_value()
-        found.add(text)
+        secrets.add(text)
         with suppress(ValueError):
             password = urlsplit(text).password
             if password:
-                found |= {password, unquote(password)}
+                secrets |= {password, unquote(password)}
     elif isinstance(options, Mapping):
-        found |= {secret for value in options.values() for secret in _secrets(value)}
+        secrets |= {secret for value in options.values() for secret in _secrets(value)}
     elif isinstance(options, (list, tuple, set, frozenset)):
-        found |= {secret for value in options for secret in _secrets(value)}
-    return found
+        secrets |= {secret for value in options for secret in _secrets(value)}
+    return secrets
 
 
 def _versions(seen: Observations) -> dict[str, Any]:

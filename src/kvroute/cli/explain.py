@@ -42,7 +42,7 @@ def explain(
     PROMPT becomes a chat of one user message; nothing is sent to a worker. A client's key is read from
     KVROUTE_API_KEY.
     """
-    if sum(part is not None for part in (prompt, request_id, body)) != 1:
+    if sum(argument is not None for argument in (prompt, request_id, body)) != 1:
         raise click.UsageError("Give one of PROMPT, --body and --request-id.")
     url = url.rstrip("/")
     if request_id is not None:
@@ -74,12 +74,12 @@ def _recorded(url: str, request_id: str, file: Path | None) -> dict[str, Any]:
     except InvalidConfig as error:
         raise CannotRun(str(error)) from error
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    found = _answer(lambda client: client.get(url + "/admin/decisions?limit=1000", headers=headers), url)
-    for decision in found["decisions"]:
+    answer = _answer(lambda client: client.get(url + "/admin/decisions?limit=1000", headers=headers), url)
+    for decision in answer["decisions"]:
         if decision["request_id"] == request_id:
             return dict(decision)
     raise CannotRun(
-        f"the gateway's last {len(found['decisions'])} decisions have no request {request_id!r}; "
+        f"the gateway's last {len(answer['decisions'])} decisions have no request {request_id!r}; "
         "the answer's header x-request-id has its id"
     )
 
@@ -104,25 +104,25 @@ def sentence(decision: Mapping[str, Any], request_id: str | None = None) -> str:
     subject = f"Request {request_id} went" if request_id is not None else "The prompt goes"
     ranking = decision.get("ranking") or []
     if not ranking:
-        why = decision.get("error") or "it was refused before a worker was chosen"
-        return f"{subject} to no worker: {why} (status {decision.get('status')})."
-    first = ranking[0]
-    tokens, matched = decision.get("prompt_tokens") or 0, first["matched_tokens"]
-    text = f"{subject} to {first['worker']} by {decision['strategy']} (reason: {decision['reason']})"
-    held = f"{matched:,} of {tokens:,} prompt tokens" if tokens else f"{matched:,} prompt tokens"
+        reason = decision.get("error") or "it was refused before a worker was chosen"
+        return f"{subject} to no worker: {reason} (status {decision.get('status')})."
+    best = ranking[0]
+    tokens, matched = decision.get("prompt_tokens") or 0, best["matched_tokens"]
+    text = f"{subject} to {best['worker']} by {decision['strategy']} (reason: {decision['reason']})"
+    cached = f"{matched:,} of {tokens:,} prompt tokens" if tokens else f"{matched:,} prompt tokens"
     text += (
-        f": it is expected to hold {held}"
+        f": it is expected to hold {cached}"
         if matched
         else f": no part of the {tokens:,} prompt tokens is cached there"
     )
-    if first.get("score_s") is not None:
-        text += f", and the estimated cost is {first['score_s']:.3f} s"
+    if best.get("score_s") is not None:
+        text += f", and the estimated cost is {best['score_s']:.3f} s"
     if len(ranking) > 1:
         second = ranking[1]
         text += f"; next is {second['worker']} with {second['matched_tokens']:,} cached tokens"
         if second.get("score_s") is not None:
             text += f" and {second['score_s']:.3f} s"
     served = decision.get("worker")
-    if request_id is not None and served not in (None, "-", first["worker"]):
+    if request_id is not None and served not in (None, "-", best["worker"]):
         text += f". After a failed attempt {served} served it"
     return text + "."

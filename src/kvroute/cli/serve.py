@@ -145,14 +145,14 @@ def configured(
         def run(file: pathlib.Path | None, assignments: tuple[str, ...], **flags: Any) -> None:
             try:
                 settings, flag_file = more(flags)
-                own = tuple(flag_settings(flags))
+                flag_options = tuple(flag_settings(flags))
                 if flag_file is not None:
-                    flag_file = replace(flag_file, then=own)
+                    flag_file = replace(flag_file, then=flag_options)
                 loaded = load(
                     file=file,
                     environ=os.environ,
                     assignments=assignments,
-                    flags=[*settings, *own],
+                    flags=[*settings, *flag_options],
                     flag_file=flag_file,
                 )
                 command(loaded)
@@ -233,11 +233,11 @@ def router_settings(
         return [], None
     if all(name in given for name in DYNAMIC_FILES):
         raise ConfigError("--dynamic-config-json", "is not allowed with --dynamic-config-yaml")
-    found, unknown = dict[str, str](), tuple[str, ...]()
+    file_flags, unknown = dict[str, str](), tuple[str, ...]()
     dynamic = next((name for name in DYNAMIC_FILES if name in given), None)
     if dynamic is not None:
-        found, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
-    together = {**found, **given}  # the command line wins at the start, as in that router
+        file_flags, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
+    together = {**file_flags, **given}  # the command line wins at the start, as in that router
     if is_whole_line:
         check_whole_line(together)
     translation = translate(together)
@@ -245,7 +245,7 @@ def router_settings(
     lines = [
         *translation.lines,
         *(_unknown(key) for key in unknown),
-        *(f"{_path_shown(each)}: {each.origin}" for each in defaults),
+        *(f"{_path_shown(setting)}: {setting.origin}" for setting in defaults),
     ]
     level = LOG_LEVELS.get(flags["log_level"])
     if level is not None:
@@ -264,10 +264,10 @@ def _reread(
     dynamic: str, given: Mapping[str, str], defaults: Sequence[ConfigSetting], *, is_whole_line: bool
 ) -> Sequence[ConfigSetting]:
     """The settings after a change of the file `--dynamic`. Raises ConfigError. Blocks."""
-    found, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
+    file_flags, unknown = _read(dynamic, pathlib.Path(given[dynamic]))
     for key in unknown:
         log.warning("%s", _unknown(key))
-    together = {**given, **found}  # the file wins, as in that router once its watcher has read the file
+    together = {**given, **file_flags}  # the file wins, as in that router once its watcher has read the file
     if is_whole_line:
         check_whole_line(together)
     return *defaults, *translate(together).settings
@@ -283,30 +283,30 @@ def _path_shown(setting: ConfigSetting) -> str:
 
 
 def _defaults(flags: dict[str, Any], *, has_file: bool) -> list[ConfigSetting]:
-    """What that router does without a flag; nothing that a file, flag or variable may set.
+    """production-stack's defaults, except where a file, flag or variable sets the option.
 
     `has_file`: it has a dynamic configuration file.
     """
     if click.get_current_context().params.get("file") is not None:
         return []
-    found = [
+    defaults = [
         ConfigSetting(split(path), value, "that router's default")
         for path, value in DEFAULTS.items()
         if flags.get(path.rpartition(".")[2]) is None and not _is_set(path)
         if has_file or path != "server.config_poll_s"
     ]
     if (key := os.environ.get(API_KEY)) and not _is_set("fleet.worker_api_key"):
-        found.append(ConfigSetting(split("fleet.worker_api_key"), key, API_KEY))
+        defaults.append(ConfigSetting(split("fleet.worker_api_key"), key, API_KEY))
     if flags.get("admin_key_file") is None and not _is_set("admin.api_key"):
-        found += _closed_admin_api(flags.get("state_dir"))
-    return found
+        defaults += _closed_admin_api(flags.get("state_dir"))
+    return defaults
 
 
 def _is_set(path: str) -> bool:
     """Whether a variable or `--set` sets the option, or the option with `_file` for its file."""
     name = ENVIRONMENT_PREFIX + path.upper().replace(".", "__")
     assignments = click.get_current_context().params.get("assignments", ())
-    return any(each in os.environ for each in (name, f"{name}_FILE")) or any(
+    return any(variable in os.environ for variable in (name, f"{name}_FILE")) or any(
         text.startswith((f"{path}=", f"{path}_file=")) for text in assignments
     )
 

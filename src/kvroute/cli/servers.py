@@ -150,7 +150,7 @@ def _key_in(file: Path) -> str:
 
 
 def _error_text(location: tuple[int | str, ...], message: str) -> str:
-    name = next((str(part) for part in reversed(location) if isinstance(part, str)), "")
+    name = next((str(field) for field in reversed(location) if isinstance(field, str)), "")
     flag = _FLAGS.get(name, f"--{name.replace('_', '-').removesuffix('-s')}")
     message = message.removeprefix("Value error, ")
     return f"{flag}: {message}" if name else message

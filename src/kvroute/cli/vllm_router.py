@@ -124,9 +124,9 @@ def _check_model_types(types: str | None) -> None:
     flag = "--static-model-types"
     if types is None:
         raise ConfigError(flag, "must be given with --static-backend-health-checks")
-    for each in _list(types):
-        if each not in MODEL_TYPES:
-            raise _one_of(flag.removeprefix("--"), each, MODEL_TYPES)
+    for model_type in _list(types):
+        if model_type not in MODEL_TYPES:
+            raise _one_of(flag.removeprefix("--"), model_type, MODEL_TYPES)
 
 
 def _number(name: str, text: str) -> float:
@@ -173,8 +173,8 @@ def _static_models(models: Mapping[object, object], unknown: list[str]) -> dict[
         if "static_model_type" in details:
             types += [str(details["static_model_type"])] * len(urls)
         unknown += [f"static_models.{name}.{key}" for key in details if key not in _MODEL_KEYS]
-    found = {"static-backends": ",".join(backends), "static-models": ",".join(names)}
-    return {**found, "static-model-types": ",".join(types)} if types else found
+    flags = {"static-backends": ",".join(backends), "static-models": ",".join(names)}
+    return {**flags, "static-model-types": ",".join(types)} if types else flags
 
 
 _MODEL_KEYS: Final = ("static_backends", "static_model_type")
@@ -198,8 +198,8 @@ def _sets(path: str) -> Callable[[str, Given], MappedFlag]:
     return lambda value, _: MappedFlag({path: value})
 
 
-def _noted(why: str, *, is_used: bool = False) -> Callable[[str, Given], MappedFlag]:
-    return lambda _value, _given: MappedFlag({}, why, is_used)
+def _noted(reason: str, *, is_used: bool = False) -> Callable[[str, Given], MappedFlag]:
+    return lambda _value, _given: MappedFlag({}, reason, is_used)
 
 
 def _in_kubernetes(map_value: Callable[[str, Given], MappedFlag]) -> Callable[[str, Given], MappedFlag]:
@@ -210,8 +210,8 @@ def _in_kubernetes(map_value: Callable[[str, Given], MappedFlag]) -> Callable[[s
     )
 
 
-def _one_of(flag: str, value: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"--{flag}", f"{value!r} is not one of {', '.join(known)}")
+def _one_of(flag: str, value: str, choices: Sequence[str]) -> ConfigError:
+    return ConfigError(f"--{flag}", f"{value!r} is not one of {', '.join(choices)}")
 
 
 def _service_discovery(value: str, given: Given) -> MappedFlag:
@@ -302,15 +302,15 @@ def _backends(value: str, given: Given) -> MappedFlag:
 def _health_checks(_: str, given: Given) -> MappedFlag:
     if "static-backends" not in given or given.get("service-discovery") == "k8s":
         return MappedFlag({}, "there are no --static-backends")
-    why = "a backend's /health must answer 200; without the flag any answer is enough"
-    return MappedFlag({}, why, is_used=True)
+    reason = "a backend's /health must answer 200; without the flag any answer is enough"
+    return MappedFlag({}, reason, is_used=True)
 
 
 def _models(_: str, given: Given) -> MappedFlag:
     if "static-backends" not in given or given.get("service-discovery") == "k8s":
         return MappedFlag({}, "there are no --static-backends")
-    why = "used only for workers whose /v1/models cannot be read"
-    return MappedFlag({}, why, is_used=True)
+    reason = "used only for workers whose /v1/models cannot be read"
+    return MappedFlag({}, reason, is_used=True)
 
 
 def _aliases(value: str, _: Given) -> MappedFlag:
@@ -425,7 +425,7 @@ def _rewriter(value: str, _: Given) -> MappedFlag:
 
 
 def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 _RETRY_BUDGET = "retries go to the next best worker, within retries.budget_percent and without a pause"

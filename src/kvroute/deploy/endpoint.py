@@ -133,7 +133,7 @@ def with_tiny_engines(
         notes.append("`vllm serve` runs instead of worker.command")
     if plan.environment:
         notes.append(
-            f"worker.environmentVariables without {', '.join(each.name for each in plan.environment)}"
+            f"worker.environmentVariables without {', '.join(variable.name for variable in plan.environment)}"
         )
     cache = _tiny_cache(source.spec.kv_cache_spec, notes)
     extension = _tiny_extension(source.x_kvroute, plan, cache, folder, notes)
@@ -280,7 +280,7 @@ def site_on_free_ports(endpoint: EndpointPlan, find_port: FindPort, gpus: tuple[
     defaults = local_site(endpoint)
     shares = _gpu_shares(endpoint, gpus)
     ranks = endpoint.ranks
-    servers = tuple(replace(each, port=find_port(1), http_port=find_port(1)) for each in defaults.servers)
+    servers = tuple(replace(server, port=find_port(1), http_port=find_port(1)) for server in defaults.servers)
     workers = []
     for number, worker in enumerate(defaults.workers):
         port = find_port(1)
@@ -323,7 +323,7 @@ def plan_local_endpoint(
     cache, tier = endpoint.cache, site.tier
     plan = ProcessPlan(
         workers=tuple(
-            _worker(endpoint, each, site, number, host) for number, each in enumerate(site.workers)
+            _worker(endpoint, worker, site, number, host) for number, worker in enumerate(site.workers)
         ),
         gateway=gateway_process(
             (sys.executable, "-m", "kvroute", "serve", "-c", str(config_path), *host.admin_key.arguments),
@@ -339,10 +339,10 @@ def plan_local_endpoint(
         tiny_model=None if endpoint.is_simulated else endpoint.model.tiny,
         model_folder=Path(endpoint.model.local_source),
         caches=(
-            tuple(_service(each, host) for each in tier.services) if tier else (),
+            tuple(_service(service, host) for service in tier.services) if tier else (),
             tuple(
-                _lmcache(endpoint, cache, each, site, number, host)
-                for number, each in enumerate(site.servers)
+                _lmcache(endpoint, cache, server, site, number, host)
+                for number, server in enumerate(site.servers)
             )
             if cache
             else (),
@@ -447,7 +447,7 @@ def _gpu_shares(endpoint: EndpointPlan, gpus: tuple[str, ...]) -> tuple[tuple[st
         )
     try:
         if endpoint.groups:
-            needs = [own.gpus for own in endpoint.by_role for _ in range(own.replicas)]
+            needs = [role_plan.gpus for role_plan in endpoint.by_role for _ in range(role_plan.replicas)]
             assign_gpus(gpus, workers=1, tensor_parallel_size=max(1, sum(needs)))
             ends = list(accumulate(needs))
             return tuple(gpus[end - need : end] for end, need in zip(ends, needs, strict=True))

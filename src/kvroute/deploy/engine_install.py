@@ -134,14 +134,14 @@ def let_nixl_wait(environment: Path) -> bool:
 
     With the polling of NIXL 1.5.1 two idle engines take all of two cores. False if NIXL has another form.
     """
-    found = list(environment.glob("lib/python3*/site-packages/nixl_cu12/_api.py"))
-    for module in found:
+    modules = list(environment.glob("lib/python3*/site-packages/nixl_cu12/_api.py"))
+    for module in modules:
         text = module.read_text()
         if _NIXL_WAITS not in text:
             if text.count(_NIXL_POLLS) != 1:
                 return False
             module.write_text(text.replace(_NIXL_POLLS, _NIXL_WAITS))
-    return bool(found)
+    return bool(modules)
 
 
 @dataclass(frozen=True, slots=True)

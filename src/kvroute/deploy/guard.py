@@ -116,7 +116,7 @@ def _reap(child: int) -> int | None:
 
 def _signal_leftovers(number: signal.Signals | None) -> bool:
     """Send `number` to the processes that the command left running. Returns whether any still runs."""
-    me, group, found = os.getpid(), os.getpgrp(), False
+    me, group, any_running = os.getpid(), os.getpgrp(), False
     _reap(-1)
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == me:
@@ -126,12 +126,12 @@ def _signal_leftovers(number: signal.Signals | None) -> bool:
                 # pid (comm) state ppid pgrp ...; comm may hold spaces and brackets.
                 state, parent, process_group = stat.read().rpartition(b")")[2].split()[:3]
             if state != b"Z" and (int(parent) == me or int(process_group) == group):
-                found = True
+                any_running = True
                 if number is not None:
                     os.kill(int(entry), number)
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return any_running
 
 
 if __name__ == "__main__":

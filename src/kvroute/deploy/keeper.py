@@ -44,18 +44,18 @@ def remove_orphan_segments(folder: Path = SHARED_MEMORY_FOLDER) -> int:
 
 
 def _orphans(folder: Path) -> list[Path]:
-    found = []
+    orphans = []
     for segment in folder.glob("lmcache_kv_*"):
         name = SEGMENT_NAME.fullmatch(segment.name)
         try:
             if name and segment.stat().st_uid == os.getuid() and not Path(f"/proc/{name[1]}").exists():
-                found.append(segment)
+                orphans.append(segment)
         except FileNotFoundError:
             continue
-    if not found:
+    if not orphans:
         return []
     mapped = _mapped(folder)
-    return [segment for segment in found if str(segment) not in mapped]
+    return [segment for segment in orphans if str(segment) not in mapped]
 
 
 def _mapped(folder: Path) -> set[str]:

@@ -82,11 +82,11 @@ class FreePorts:
         """Find `length` neighbouring free ports and return the first. Raises `ConfigError` if there are
         none."""
         for _ in range(ATTEMPTS):
-            first = random.choice(SERVER_PORTS)
-            ports = range(first, first + length)
+            start = random.choice(SERVER_PORTS)
+            ports = range(start, start + length)
             if self._are_free(ports):
                 self._used.update(ports)
-                return first
+                return start
         raise ConfigError("", f"found no {length} neighbouring free ports on this host")
 
     def _are_free(self, ports: range) -> bool:
@@ -152,7 +152,9 @@ def write_self_signed(cert_file: Path, key_file: Path, host: str) -> None:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))  # a client's clock may be slow
         .not_valid_after(now + _SELF_SIGNED_FOR)
-        .add_extension(x509.SubjectAlternativeName([_general_name(each) for each in sorted(names)]), False)
+        .add_extension(
+            x509.SubjectAlternativeName([_general_name(host_name) for host_name in sorted(names)]), False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), False)
@@ -262,7 +264,7 @@ def _service_programs(
     local: LocalEndpoint, environ: dict[str, str], console: Console
 ) -> dict[str, tuple[str, ...]]:
     """Find the programs of the second tier's services: command name -> path on this host."""
-    found: dict[str, tuple[str, ...]] = {}
+    programs: dict[str, tuple[str, ...]] = {}
     services, _ = local.plan.caches
     for service in services:
         name = service.child.argv[0]
@@ -279,8 +281,8 @@ def _service_programs(
                     "l2CacheLocalUrl can name a running one",
                 )
             console.print(f"{name} is not installed; the compatible {substitute} runs instead.")
-        found[name] = (program,)
-    return found
+        programs[name] = (program,)
+    return programs
 
 
 async def _engine_programs(
@@ -305,10 +307,10 @@ async def _engine(venv: Path, console: Console, clock: Clock) -> EngineVenv:
 def _installed(name: str, environ: dict[str, str]) -> str:
     """The path of an engine's command, next to this Python or on PATH. Raises `ConfigError`."""
     folder = os.path.dirname(sys.executable)
-    found = shutil.which(name, path=os.pathsep.join((folder, environ.get("PATH", ""))))
-    if found is None:
+    program = shutil.which(name, path=os.pathsep.join((folder, environ.get("PATH", ""))))
+    if program is None:
         raise ConfigError("engine", f"{name} is not installed here: pip install 'kvroute[engine]'")
-    return found
+    return program
 
 
 async def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

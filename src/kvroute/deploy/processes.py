@@ -234,9 +234,9 @@ class ChildProcess:
     def failure(self, what: str) -> ProcessFailed:
         """A `ProcessFailed` that says `what` happened, with the end of the log and the log's path."""
         last = self.last_log_lines().splitlines()
-        first = self.first_error()
-        if first and first not in last:
-            last = [first, "...", *last]
+        first_error = self.first_error()
+        if first_error and first_error not in last:
+            last = [first_error, "...", *last]
         words = "\n".join(f"  | {line}" for line in last) or "  (its log is empty)"
         return ProcessFailed(f"{self.spec.name} {what}\n{words}\n  log: {self.spec.log_path}")
 
@@ -319,10 +319,10 @@ class StateFolder:
 
         Raises `ConfigError` when another supervisor holds the lock, or when the folder cannot be written.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context((self.path / LOCK).open("w"))
+                lock = stack.enter_context((self.path / LOCK).open("w"))
                 _lock(lock)
                 self.write(state)
             except BlockingIOError:
@@ -377,5 +377,5 @@ def supervisor(name: str, gateway: str, processes: Sequence[ProcessState] = ()) 
 
 
 def _parse(data: dict[str, Any]) -> UpState:
-    processes = tuple(ProcessState(**each) for each in data.pop("processes"))
+    processes = tuple(ProcessState(**process) for process in data.pop("processes"))
     return UpState(**data, processes=processes)

@@ -185,7 +185,8 @@ async def run_plan(
             report(f"cannot write the state for `kvroute ps`: {state.path}: {exc.strerror}")
 
     stages = [
-        [Keeper(each, clock=clock, report=report, changed=changed) for each in stage] for stage in plan.stages
+        [Keeper(process, clock=clock, report=report, changed=changed) for process in stage]
+        for stage in plan.stages
     ]
     keepers += [keeper for stage in stages for keeper in stage]
     logs = {keeper.name: keeper.planned.child.log_path for keeper in keepers}

@@ -49,10 +49,13 @@ class KvTransfer:
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}
+        side_channel = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
+        }
         # UCX looks for RDMA devices, and there are none for the engines of one machine without GPUs.
         is_local = self.buffer_device == "cpu" and self.on_one_host
-        return own | (_UCX_ON_ONE_HOST if is_local else {})
+        return side_channel | (_UCX_ON_ONE_HOST if is_local else {})
 
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvroute.doctor.observations import (
     Deployment,
     Finding,
-    Found,
+    Findings,
     GatewaySeen,
     Observations,
     Severity,
@@ -60,14 +60,16 @@ def refused(problems: Sequence[ConfigError], source: str, flag: str = "-c") -> l
 
     `source` is its file, or empty; `flag` is the flag of `kvroute check` for such a file.
     """
-    found = []
+    findings = []
     for problem in problems:
         if SAME_WORKER in str(problem):
-            why = "The gateway does not start: it could not tell the two apart in loads, metrics and caches."
-            found.append(error("same-name", source or "configuration", str(problem), why, _OWN_ID))
+            consequence = (
+                "The gateway does not start: it could not tell the two apart in loads, metrics and caches."
+            )
+            findings.append(error("same-name", source or "configuration", str(problem), consequence, _OWN_ID))
         else:
             check = f"kvroute check {flag} {source}" if source else "kvroute check"
-            found.append(
+            findings.append(
                 error(
                     "configuration",
                     source or "configuration",
@@ -76,7 +78,7 @@ def refused(problems: Sequence[ConfigError], source: str, flag: str = "-c") -> l
                     f"Correct this line; `{check}` prints each value with its source.",
                 )
             )
-    return found
+    return findings
 
 
 def diagnose(deployment: Deployment, seen: Observations) -> list[Finding]:
@@ -84,17 +86,17 @@ def diagnose(deployment: Deployment, seen: Observations) -> list[Finding]:
 
     A finding that only follows from another one of the same worker is left out.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in _CHECKS:
-        found += check(deployment, seen)
+        findings += check(deployment, seen)
     order = list(Severity)
-    return sorted(found, key=lambda each: order.index(each.severity))
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 # --- workers ----------------------------------------------------------------------------------------------
 
 
-def _reachable(deployment: Deployment, seen: Observations) -> Found:
+def _reachable(deployment: Deployment, seen: Observations) -> Findings:
     if deployment.unknown_workers:
         yield unchecked("workers", "fleet", deployment.unknown_workers)
     for worker in seen.workers:
@@ -109,15 +111,15 @@ def _reachable(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _worker_key(deployment: Deployment, seen: Observations) -> Found:
+def _worker_key(deployment: Deployment, seen: Observations) -> Findings:
     for worker in running(seen):
         reply = worker.models_reply
         if reply.status in (401, 403):
-            sent = "refuses the key of fleet.worker_api_key" if deployment.worker_key else "wants a key"
+            complaint = "refuses the key of fleet.worker_api_key" if deployment.worker_key else "wants a key"
             yield error(
                 "worker-key",
                 worker.name,
-                f"/v1/models answered {reply.status}: the worker {sent}",
+                f"/v1/models answered {reply.status}: the worker {complaint}",
                 "The gateway cannot read the worker's models, so no request for them is routed there.",
                 "Set fleet.worker_api_key_file to a file with the value of the worker's `--api-key` "
                 "(or KVROUTE__FLEET__WORKER_API_KEY), on the gateway and for this command.",
@@ -133,7 +135,7 @@ def _worker_key(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _version(deployment: Deployment, seen: Observations) -> Found:
+def _version(deployment: Deployment, seen: Observations) -> Findings:
     for worker in running(seen):
         release = worker.release
         if release is None:
@@ -161,7 +163,7 @@ def _version(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _tenants(deployment: Deployment, seen: Observations) -> Found:
+def _tenants(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.isolates_tenants:
         return
     for worker in running(seen):
@@ -178,7 +180,7 @@ def _tenants(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _metrics(deployment: Deployment, seen: Observations) -> Found:
+def _metrics(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.uses_caches:
         return
     for worker in running(seen):
@@ -200,7 +202,7 @@ def _metrics(deployment: Deployment, seen: Observations) -> Found:
         )
 
 
-def _prefix_caching(deployment: Deployment, seen: Observations) -> Found:
+def _prefix_caching(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.uses_caches:
         return
     for worker in running(seen):
@@ -215,7 +217,7 @@ def _prefix_caching(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _hybrid_model(deployment: Deployment, seen: Observations) -> Found:
+def _hybrid_model(deployment: Deployment, seen: Observations) -> Findings:
     for worker in running(seen):
         if worker.has_lmcache_inside and worker.hybrid_model:
             yield warning(
@@ -229,7 +231,7 @@ def _hybrid_model(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _agreement(deployment: Deployment, seen: Observations) -> Found:
+def _agreement(deployment: Deployment, seen: Observations) -> Findings:
     """Block sizes and tokenizers: workers of one model must agree."""
     if not deployment.reads_caches:
         return
@@ -238,20 +240,21 @@ def _agreement(deployment: Deployment, seen: Observations) -> Found:
         for model in worker.base_models[:1]:
             models[model].append(worker)
     for model, workers in models.items():
-        first = next((each for each in workers if each.cache.block_size), None)
+        with_blocks = next((candidate for candidate in workers if candidate.cache.block_size), None)
         for worker in workers:
             size = worker.cache.block_size
-            if first is not None and size and size != first.cache.block_size:
+            if with_blocks is not None and size and size != with_blocks.cache.block_size:
                 yield warning(
                     "block-sizes-differ",
                     worker.name,
-                    f"blocks of {size} tokens; {first.name} has blocks of {first.cache.block_size} ({model})",
+                    f"blocks of {size} tokens; {with_blocks.name} has blocks of "
+                    f"{with_blocks.cache.block_size} ({model})",
                     "One prompt has different full blocks on the two workers, so one of them is preferred "
                     "although both hold the same beginning; LMCache's chunks must fit both sizes.",
                     "Start both with the same `--block-size`, for example `--block-size "
-                    f"{first.cache.block_size}`.",
+                    f"{with_blocks.cache.block_size}`.",
                 )
-        reference = next((each for each in workers if each.samples), None)
+        reference = next((candidate for candidate in workers if candidate.samples), None)
         for worker in workers:
             if worker.tokenizer_trouble:
                 yield error(
@@ -283,28 +286,28 @@ def _differs(one: WorkerSeen, other: WorkerSeen) -> bool:
     return any(ids != one.samples[text] for text, ids in other.samples.items() if text in one.samples)
 
 
-def _same_name(deployment: Deployment, seen: Observations) -> Found:
+def _same_name(deployment: Deployment, seen: Observations) -> Findings:
     """Two sources list one id; within one source the configuration is refused."""
     del seen
-    for spec, first in deployment.ignored:
+    for spec, kept in deployment.ignored:
         yield error(
             "same-name",
             f"worker {spec.id} ({spec.url})",
-            f"has the same id as {first.url}, which is listed before it",
+            f"has the same id as {kept.url}, which is listed before it",
             "The gateway ignores the second one: it gets no requests.",
             _OWN_ID,
         )
 
 
-def _one_process_twice(deployment: Deployment, seen: Observations) -> Found:
+def _one_process_twice(deployment: Deployment, seen: Observations) -> Findings:
     """Two ids for one process."""
-    known: dict[object, WorkerSeen] = {}
+    by_process: dict[object, WorkerSeen] = {}
     for worker in running(seen):
         if worker.start_time is None:
             continue
         # The start time alone has steps of 10 ms: a launcher can start two engines within one.
         key = (worker.start_time, frozenset(worker.base_models), _ports(worker))
-        twin = known.setdefault(key, worker)
+        twin = by_process.setdefault(key, worker)
         if twin is not worker:
             yield error(
                 "same-worker",
@@ -322,7 +325,7 @@ def _ports(worker: WorkerSeen) -> tuple[int | str, ...]:
     return ports or (urlsplit(worker.spec.url).port or worker.spec.url,)
 
 
-def _adapters(deployment: Deployment, seen: Observations) -> Found:
+def _adapters(deployment: Deployment, seen: Observations) -> Findings:
     lmcache = deployment.lmcache
     if lmcache.isolate_adapters or not (lmcache.coordinator.enabled or lmcache.controller.enabled):
         return
@@ -340,7 +343,7 @@ def _adapters(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _clock(deployment: Deployment, seen: Observations) -> Found:
+def _clock(deployment: Deployment, seen: Observations) -> Findings:
     del deployment
     for worker in running(seen):
         skew = worker.health.clock_skew_s
@@ -359,7 +362,7 @@ def _clock(deployment: Deployment, seen: Observations) -> Found:
 # --- event streams ----------------------------------------------------------------------------------------
 
 
-def _events(deployment: Deployment, seen: Observations) -> Found:
+def _events(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.reads_caches:
         return
     for worker in running(seen):
@@ -391,7 +394,7 @@ def _events(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-def _stream(worker: WorkerSeen, stream: Stream) -> Found:
+def _stream(worker: WorkerSeen, stream: Stream) -> Findings:
     where = f"rank {stream.rank}, {stream.endpoint}"
     if stream.trouble:
         host = stream.endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
@@ -410,7 +413,7 @@ def _stream(worker: WorkerSeen, stream: Stream) -> Found:
         )
     elif worker.cache.prefix_caching is False:
         return  # it publishes nothing, and `_prefix_caching` says so
-    elif stream.messages == 0 and not any(each.messages for each in worker.streams):
+    elif stream.messages == 0 and not any(other.messages for other in worker.streams):
         yield error(
             "events-silent",
             worker.name,
@@ -445,14 +448,14 @@ def _stream(worker: WorkerSeen, stream: Stream) -> Found:
 # --- probes -----------------------------------------------------------------------------------------------
 
 
-def _probes(deployment: Deployment, seen: Observations) -> Found:
+def _probes(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.uses_caches:
         return
     for worker in running(seen):
         pair = worker.pair
         if pair is None or pair.trouble:
-            why = pair.trouble if pair is not None else "no probes were sent"
-            yield unchecked("probe-missed", worker.name, f"cached tokens of a repeated prompt: {why}")
+            reason = pair.trouble if pair is not None else "no probes were sent"
+            yield unchecked("probe-missed", worker.name, f"cached tokens of a repeated prompt: {reason}")
             continue
         cached, block = pair.cached, worker.cache.block_size or 1
         if worker.cache.prefix_caching is False:
@@ -487,7 +490,7 @@ def _probes(deployment: Deployment, seen: Observations) -> Found:
         yield from _prediction(worker, cached, seen.gateway)
 
 
-def _prediction(worker: WorkerSeen, cached: int, gateway: GatewaySeen | None) -> Found:
+def _prediction(worker: WorkerSeen, cached: int, gateway: GatewaySeen | None) -> Findings:
     pair = worker.pair
     assert pair is not None
     broken = not worker.publishes and worker.sources_reply is not None
@@ -497,8 +500,10 @@ def _prediction(worker: WorkerSeen, cached: int, gateway: GatewaySeen | None) ->
     if broken or silent:
         return  # the cause is reported
     if pair.predicted is None:
-        why = "no gateway answers" if gateway is None or not gateway.ready.status else "it made no prediction"
-        yield unchecked("prediction-missed", worker.name, f"the gateway's prediction: {why}")
+        cause = (
+            "no gateway answers" if gateway is None or not gateway.ready.status else "it made no prediction"
+        )
+        yield unchecked("prediction-missed", worker.name, f"the gateway's prediction: {cause}")
     elif pair.predicted == 0:
         reason = gateway.trust_notes.get(worker.spec.id) if gateway is not None else ""
         yield error(
@@ -515,11 +520,11 @@ _explained_note = re.compile(r"kvaware: worker (['\"])(.*)\1: (\w+) \((.*)\)", r
 """A note of /ready about a worker's map with its likely cause and fix: worker, reason, cause and fix."""
 
 
-def _map_use(deployment: Deployment, seen: Observations) -> Found:
+def _map_use(deployment: Deployment, seen: Observations) -> Findings:
     for note in () if seen.gateway is None else seen.gateway.notes:
-        found = _explained_note(note)
-        if found is not None:
-            _, worker, reason, text = found.groups()
+        match = _explained_note(note)
+        if match is not None:
+            _, worker, reason, text = match.groups()
             yield warning(
                 "map-not-used",
                 worker,
@@ -529,7 +534,7 @@ def _map_use(deployment: Deployment, seen: Observations) -> Found:
             )
 
 
-_CHECKS: tuple[Callable[[Deployment, Observations], Found], ...] = (
+_CHECKS: tuple[Callable[[Deployment, Observations], Findings], ...] = (
     _reachable,
     _worker_key,
     _version,

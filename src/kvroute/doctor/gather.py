@@ -169,7 +169,7 @@ class Gatherer:
         )
 
     async def _samples(self, seen: WorkerSeen) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
+        samples: dict[str, tuple[int, ...]] = {}
         for model in seen.base_models[:1]:
             for text in SAMPLES:
                 reply = await self._post(
@@ -177,8 +177,8 @@ class Gatherer:
                 )
                 tokens = _object(reply).get("tokens")
                 if isinstance(tokens, list):
-                    found[text] = tuple(tokens)
-        return found
+                    samples[text] = tuple(tokens)
+        return samples
 
     async def _tokenizer_trouble(self, seen: WorkerSeen) -> str | None:
         if self._compare is None or seen.models is None or not seen.base_models:
@@ -223,22 +223,22 @@ class Gatherer:
         if not seen.base_models:
             return ProbePair("the worker names no model")
         body = self._probe_body(seen)
-        first = await self._probe(seen.spec.url, body, self._worker_headers)
-        if not first.is_ok:
-            return ProbePair(f"/v1/completions {first.problem}")
+        first_reply = await self._probe(seen.spec.url, body, self._worker_headers)
+        if not first_reply.is_ok:
+            return ProbePair(f"/v1/completions {first_reply.problem}")
         predicted = None
         if gateway is not None and gateway.ready.is_ok and self._deployment.reads_caches:
             predicted = await self._predicted(gateway, seen, body)
-        before = await self._hits(seen.spec.url)
-        second = await self._probe(seen.spec.url, body, self._worker_headers)
-        if not second.is_ok:
-            return ProbePair(f"/v1/completions {second.problem}")
-        after = await self._hits(seen.spec.url)
+        hits_before = await self._hits(seen.spec.url)
+        second_reply = await self._probe(seen.spec.url, body, self._worker_headers)
+        if not second_reply.is_ok:
+            return ProbePair(f"/v1/completions {second_reply.problem}")
+        hits_after = await self._hits(seen.spec.url)
         return ProbePair(
             "",
-            _usage(second).get("prompt_tokens") or 0,
-            _reported(second),
-            None if before is None or after is None else after - before,
+            _usage(second_reply).get("prompt_tokens") or 0,
+            _reported(second_reply),
+            None if hits_before is None or hits_after is None else hits_after - hits_before,
             predicted,
         )
 
@@ -293,13 +293,13 @@ class Gatherer:
             if not missing:
                 break
             body = self._probe_body(next(iter(missing.values())), _HISTORY_WORDS)
-            first = ""
+            first_worker = ""
             for is_second in (False, True):
                 reply, headers = await self._through(gateway, body)
                 worker = headers.get("x-kvroute-worker", "")
-                if not reply.is_ok or worker not in missing or (is_second and worker != first):
+                if not reply.is_ok or worker not in missing or (is_second and worker != first_worker):
                     break
-                first = worker
+                first_worker = worker
                 if is_second:
                     seen = missing.pop(worker)
                     assert seen.pair is not None
@@ -370,18 +370,18 @@ class Gatherer:
             notes=tuple(str(note) for note in _object(ready).get("notes") or ()),
             trust_notes={
                 worker: "; ".join(
-                    ": ".join(str(text) for text in (place["why"], place.get("note")) if text)
-                    for place in found
-                    if place.get("why")
+                    ": ".join(str(text) for text in (described["why"], described.get("note")) if text)
+                    for described in described_places
+                    if described.get("why")
                 )
-                for worker, found in places.items()
+                for worker, described_places in places.items()
             },
             lmcache_known="lmcache" in caches,
             problems=tuple(lmcache.get("problems") or ()),
             instances=tuple(lmcache.get("instances") or ()),
             uncompared=tuple(lmcache.get("uncompared") or ()),
             servers=tuple(
-                await asyncio.gather(*(self._cache_server(each) for each in lmcache.get("servers") or ()))
+                await asyncio.gather(*(self._cache_server(server) for server in lmcache.get("servers") or ()))
             ),
             max_fds=None if descriptors is None else int(descriptors),
             texts={
@@ -391,17 +391,17 @@ class Gatherer:
 
     async def _cache_server(self, described: Mapping[str, Any]) -> CacheServerSeen:
         url = str(described.get("url") or "")
-        known = CacheServerSeen(
+        server_seen = CacheServerSeen(
             str(described.get("id")),
             url,
             tuple(described.get("workers") or ()),
             str(described.get("doubt") or ""),
         )
         if not url:
-            return replace(known, trouble="it has registered no address")
+            return replace(server_seen, trouble="it has registered no address")
         status, health = await asyncio.gather(self._get(url + "/status"), self._get(url + "/healthcheck"))
         return replace(
-            known,
+            server_seen,
             trouble=status.problem,
             status=_object(status) if status.is_ok else None,
             healthy=health.is_ok if health.status else None,

@@ -255,11 +255,11 @@ def cache_config(page: str) -> CacheConfig:
 
 def counted_hits(page: str) -> int | None:
     """Tokens that the engine found in its own cache and in a connector's; None without such counters."""
-    found = None
+    hits = None
     for line in page.splitlines():
         if line.startswith(_COUNTERS):
-            found = (found or 0) + int(float(line.rsplit(None, 1)[-1]))
-    return found
+            hits = (hits or 0) + int(float(line.rsplit(None, 1)[-1]))
+    return hits
 
 
 def metric(page: str, name: str) -> float | None:
@@ -289,12 +289,12 @@ class Finding:
     fix: str = ""
 
 
-Found = Iterator[Finding]
+Findings = Iterator[Finding]
 
 
-def exit_code(found: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[Finding]) -> int:
     """1 if there is an error, else 0: warnings do not count."""
-    return int(any(each.severity is Severity.ERROR for each in found))
+    return int(any(finding.severity is Severity.ERROR for finding in findings))
 
 
 def error(code: str, subject: str, what: str, why: str, fix: str) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvroute.doctor.observations import (
     CacheServerSeen,
     Deployment,
-    Found,
+    Findings,
     GatewaySeen,
     Observations,
     RedisSeen,
@@ -20,7 +20,7 @@ _FULL_SHARE = 0.95
 # --- gateway ----------------------------------------------------------------------------------------------
 
 
-def check_gateway(deployment: Deployment, seen: Observations) -> Found:
+def check_gateway(deployment: Deployment, seen: Observations) -> Findings:
     gateway = seen.gateway
     if gateway is None or not gateway.ready.status:
         url = deployment.gateway_url
@@ -63,7 +63,7 @@ def check_gateway(deployment: Deployment, seen: Observations) -> Found:
 # --- LMCache and L2 ---------------------------------------------------------------------------------------
 
 
-def check_lmcache(deployment: Deployment, seen: Observations) -> Found:
+def check_lmcache(deployment: Deployment, seen: Observations) -> Findings:
     options, gateway = deployment.lmcache, seen.gateway
     if not deployment.reads_caches or not (options.coordinator.enabled or options.controller.enabled):
         return
@@ -112,7 +112,7 @@ def check_lmcache(deployment: Deployment, seen: Observations) -> Found:
         yield from _servers(seen, gateway, options.coordinator.listen)
 
 
-def _servers(seen: Observations, gateway: GatewaySeen, listen: str) -> Found:
+def _servers(seen: Observations, gateway: GatewaySeen, listen: str) -> Findings:
     attached = {worker for server in gateway.servers for worker in server.workers}
     for worker in running(seen):
         if worker.spec.id not in attached:
@@ -133,7 +133,7 @@ def _servers(seen: Observations, gateway: GatewaySeen, listen: str) -> Found:
         size = server.chunk_tokens
         if size is None:
             continue
-        other = next((each for known, each in sizes.items() if known != size), None)
+        other = next((candidate for chunk_tokens, candidate in sizes.items() if chunk_tokens != size), None)
         sizes.setdefault(size, server)
         block = next((by_id[name].cache.block_size for name in server.workers if name in by_id), None)
         if block and size % block:
@@ -154,7 +154,7 @@ def _servers(seen: Observations, gateway: GatewaySeen, listen: str) -> Found:
             )
 
 
-def _server(server: CacheServerSeen) -> Found:
+def _server(server: CacheServerSeen) -> Findings:
     if server.doubt == "foreign_hashes":
         yield error(
             "hashes-differ",
@@ -185,7 +185,7 @@ def _server(server: CacheServerSeen) -> Found:
         )
 
 
-def check_store(deployment: Deployment, seen: Observations) -> Found:
+def check_store(deployment: Deployment, seen: Observations) -> Findings:
     if not deployment.reads_caches or seen.redis is None:
         return
     store: RedisSeen = seen.redis

@@ -72,8 +72,8 @@ class EppOptions(Options):
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """The addresses of `host` by the system's resolver, IPv4 first."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(sockaddr[0]) for _, _, _, _, sockaddr in found]
+    address_infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(sockaddr[0]) for _, _, _, _, sockaddr in address_infos]
     return sorted(dict.fromkeys(addresses), key=lambda address: ":" in address)
 
 
@@ -121,14 +121,14 @@ class Endpoints:
         host, port = self._named[url]
         try:
             async with asyncio.timeout(self._interval_s):
-                found = await self._resolve(host, port)
+                addresses = await self._resolve(host, port)
         except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name could be like that
             # The last known address stays: a name server that fails must not empty the fleet.
             self._warn(url, f"its host name cannot be resolved ({error or 'no answer in time'})")
             return
-        if url in self._named and found:
+        if url in self._named and addresses:
             self._refused.discard(url)
-            self._addresses[url] = joined(found[0], port)
+            self._addresses[url] = joined(addresses[0], port)
 
     def _fleet_changed(self, change: FleetChange, worker: Worker) -> None:
         if change is FleetChange.JOINED:
@@ -136,8 +136,8 @@ class Endpoints:
         elif change is FleetChange.LEFT and all(
             other.spec.url != worker.spec.url for other in self._fleet.workers()
         ):
-            for known in (self._addresses, self._named):
-                known.pop(worker.spec.url, None)
+            for by_url in (self._addresses, self._named):
+                by_url.pop(worker.spec.url, None)
             self._refused.discard(worker.spec.url)
 
     def _add(self, worker: Worker) -> None:
@@ -153,10 +153,12 @@ class Endpoints:
             self._named[url] = (host, port)
             self._joined.set()
 
-    def _warn(self, url: str, why: str) -> None:
+    def _warn(self, url: str, reason: str) -> None:
         if url not in self._refused:
             self._refused.add(url)
-            log.warning("the worker at %s cannot be picked: %s", urlsplit(url).netloc.rpartition("@")[2], why)
+            log.warning(
+                "the worker at %s cannot be picked: %s", urlsplit(url).netloc.rpartition("@")[2], reason
+            )
 
 
 def joined(address: str, port: int) -> str:

@@ -54,12 +54,12 @@ class Head(NamedTuple):
 def read_head(message: Any) -> Head:
     """Read `HttpHeaders`. Names are lower-case, as in HTTP/2."""
     pseudo, headers = dict[str, bytes](), HeaderList()
-    for each in message.headers.headers:
-        value = each.raw_value or each.value.encode()
-        if each.key.startswith(":"):
-            pseudo[each.key] = value
+    for envoy_header in message.headers.headers:
+        value = envoy_header.raw_value or envoy_header.value.encode()
+        if envoy_header.key.startswith(":"):
+            pseudo[envoy_header.key] = value
         else:
-            headers.append((each.key.encode("latin-1"), value))
+            headers.append((envoy_header.key.encode("latin-1"), value))
     if authority := pseudo.get(":authority"):
         headers.append((b"host", authority))
     return Head(pseudo, headers)
@@ -174,14 +174,14 @@ def read_answer(message: Any) -> AnswerHead:
     attributes, metadata = _attributes_of(message), _metadata_of(message, _LB) or {}
     served = metadata.get(_SERVED_KEY) or attributes.get("upstream.address") or ""
     details = str(attributes.get("response.code_details") or _VIA_UPSTREAM)
-    trouble, _, why = ("" if details == _VIA_UPSTREAM else details).partition("{")
+    trouble, _, detail = ("" if details == _VIA_UPSTREAM else details).partition("{")
     attempts = str(attributes.get("upstream.request_attempt_count", "")).removesuffix(".0")
     return AnswerHead(
         head.status,
         str(served),
         header(head.headers, b"content-type").startswith(b"text/event-stream"),
         trouble[:_LONGEST_DETAIL],
-        trouble == _RESET and why.partition("}")[0].partition("|")[0].lower() in _RESETS_BY_WORKER,
+        trouble == _RESET and detail.partition("}")[0].partition("|")[0].lower() in _RESETS_BY_WORKER,
         int(attempts) if attempts.isdigit() else None,
     )
 
@@ -205,12 +205,12 @@ def _attributes_of(message: Any) -> Mapping[str, Any]:
 
 def _metadata_of(message: Any, namespace: str) -> Mapping[str, object] | None:
     """The request's metadata of one namespace, as Python values; None without any."""
-    found = message.metadata_context.filter_metadata
-    if namespace not in found:
+    by_namespace = message.metadata_context.filter_metadata
+    if namespace not in by_namespace:
         return None
     return {
         key: list(value) if isinstance(value, struct_pb2.ListValue) else value
-        for key, value in found[namespace].items()
+        for key, value in by_namespace[namespace].items()
     }
 
 
@@ -221,7 +221,7 @@ class EnvoyAttempts(NamedTuple):
     """Number of workers that Envoy has tried."""
     failed: int
     """At this number of addresses, from the first one, the worker failed."""
-    place: int | None
+    answered_index: int | None
     """Which address has answered; None if it was Envoy itself, or a worker that Envoy has chosen."""
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _RANK = b"x-data-parallel-rank"
 
 
-class Place(NamedTuple):
+class PickTarget(NamedTuple):
     """A worker that may serve a request, and its address."""
 
     address: str
@@ -82,32 +82,32 @@ class PickAnswer:
         self.outcome: asyncio.Future[Pick | OwnAnswer | None] = asyncio.get_running_loop().create_future()
         self.on_cut: Callable[[], object] | None = None
 
-    def places(self, plan: RequestPlan) -> list[Place]:
+    def targets(self, plan: RequestPlan) -> list[PickTarget]:
         """The workers that may serve the request, best first: at most one and the fallbacks.
 
         Raises NoRoutableWorker.
         """
-        found: list[Place] = []
+        targets: list[PickTarget] = []
         body: bytes | None = None
         for candidate in plan.decision.ranking:
             address = self._endpoints.of(candidate.worker)
             if address is None or (self._subset is not None and address not in self._subset):
                 continue
-            own = plan.body_for(candidate.worker.id)
-            if body is not None and own is not body:
+            worker_body = plan.body_for(candidate.worker.id)
+            if body is not None and worker_body is not body:
                 continue  # Envoy sends one body: a worker with another revision of the adapter is no fallback
-            if found and candidate.rank != found[0].candidate.rank:
+            if targets and candidate.rank != targets[0].candidate.rank:
                 continue  # nor one with another rank, which is a header of the request
-            body = own
-            found.append(Place(address, candidate))
-            if len(found) > self._fallbacks:
+            body = worker_body
+            targets.append(PickTarget(address, candidate))
+            if len(targets) > self._fallbacks:
                 break
-        if not found:
+        if not targets:
             subset = "" if self._subset is None else " within the subset that the proxy has set"
             raise NoRoutableWorker(
                 f"No routable worker serves the model {plan.model!r}{subset} at the moment.", retry_after_s=1
             )
-        return found
+        return targets
 
     def picked(self, pick: Pick) -> None:
         """The request goes to a worker."""
@@ -201,18 +201,19 @@ class FirstTokens(_Watch):
 
     def of(self, query: RouteQuery, candidate: Candidate) -> Expected | None:
         """What the events of this worker will show; None if they show nothing about this prompt."""
-        held, worker = candidate.match, candidate.worker
-        if held is None or len(query.exact) != 1 or not query.reads_cache:
+        match, worker = candidate.match, candidate.worker
+        if match is None or len(query.exact) != 1 or not query.reads_cache:
             return None
-        place = next((each for each in self._caches.places(worker) if each.slot == held.slot), None)
-        if place is None or place.trust is not MapTrust.WHOLE:
+        cache_places = self._caches.places(worker)
+        cache_place = next((seen for seen in cache_places if seen.slot == match.slot), None)
+        if cache_place is None or cache_place.trust is not MapTrust.WHOLE:
             return None
-        (prompt,), size, ahead = query.exact, worker.block_size, place.ahead
+        (prompt,), size, ahead = query.exact, worker.block_size, cache_place.ahead
         tokens = max(0, prompt.tokens - 1 - ahead) // size * size
         # A prompt that the worker holds already, or will hold by an earlier request, has no event of its own.
-        if held.tokens.gpu >= tokens:
+        if match.tokens.gpu >= tokens:
             return None
-        return Expected(place.slot, prompt.keys_ahead(ahead) if ahead else prompt.keys, tokens)
+        return Expected(cache_place.slot, prompt.keys_ahead(ahead) if ahead else prompt.keys, tokens)
 
     def expect(self, expected: Expected, dispatch: PickedDispatch) -> None:
         """Report the first token of `dispatch` when the events show it."""
@@ -222,7 +223,7 @@ class FirstTokens(_Watch):
     def _look(self, now: float) -> bool:
         self._caches.refresh(True)
         for slot, waiting in list(self._waiting.items()):
-            waiting = [each for each in waiting if each[1].waits]
+            waiting = [(expected, dispatch) for expected, dispatch in waiting if dispatch.waits]
             done = self._computed(waiting)
             for _, dispatch in waiting[:done]:
                 dispatch.first_token(now)
@@ -280,14 +281,18 @@ class AssumedPrefills(_Watch):
     def _look(self, now: float) -> bool:
         for worker, dispatches in list(self._waiting.items()):
             worker.load.wait(now)  # assumed prefills end with the time
-            waiting = [each for each in dispatches if each[1].is_queued and not each[1].is_finished]
+            waiting = [
+                (sent_at, dispatch)
+                for sent_at, dispatch in dispatches
+                if dispatch.is_queued and not dispatch.is_finished
+            ]
             queue = worker.engine_queue
             if queue is not None:
-                arrived = [dispatch for sent, dispatch in waiting if sent + ON_THE_WAY_S <= queue.at]
+                arrived = [dispatch for sent_at, dispatch in waiting if sent_at + ON_THE_WAY_S <= queue.at]
                 kept = queue.waiting + max(1, len(worker.rank_loads))
                 for dispatch in arrived[: max(0, len(arrived) - kept)]:
                     dispatch.first_token(now)
-                waiting = [each for each in waiting if each[1].is_queued]
+                waiting = [(sent_at, dispatch) for sent_at, dispatch in waiting if dispatch.is_queued]
             if waiting:
                 self._waiting[worker] = waiting
             else:
@@ -316,7 +321,7 @@ class PickedDispatch(NamedTuple):
 class PickedRequest:
     """A request that a worker has got from Envoy, until its end.
 
-    `places` are the workers in the order in which Envoy tries them. Mutable: by the calls below, which are
+    `targets` are the workers in the order in which Envoy tries them. Mutable: by the calls below, which are
     idempotent and never wait.
     """
 
@@ -324,7 +329,7 @@ class PickedRequest:
         self,
         plane: PickerPlane,
         plan: RequestPlan,
-        places: Sequence[Place],
+        targets: Sequence[PickTarget],
         record: Record,
         client: Downstream,
         on_end: Callable[[PickedRequest], object],
@@ -335,7 +340,7 @@ class PickedRequest:
         self._attribution = plane.deps.attribution
         self._journal = plane.journal
         self._plan = plan
-        self._places = places
+        self._targets = targets
         self._record = record
         self._client = client
         self._on_end = on_end
@@ -350,13 +355,13 @@ class PickedRequest:
         """Reserve the load on the first worker."""
         self._send_to(0, self._plan.query.now)
 
-    def _send_to(self, place: int, now: float) -> None:
+    def _send_to(self, index: int, now: float) -> None:
         deps, plan, record = self._deps, self._plan, self._record
-        candidate = self._places[place].candidate
+        candidate = self._targets[index].candidate
         record.worker = candidate.worker.spec.id
         record.matched_tokens = candidate.matched_tokens
         record.held = candidate.match
-        record.attempts = place + 1
+        record.attempts = index + 1
         # Where no event will show the first token, the prefill is assumed to take its estimated time, like
         # that of an answer in one piece, at most until the engine's figures show its end. No cost is learned.
         expected = self._first_tokens.of(plan.query, candidate)
@@ -372,11 +377,11 @@ class PickedRequest:
 
     def described(self) -> Mapping[str, str]:
         """The decision in words, for metadata."""
-        decision, first = self._plan.decision, self._places[0].candidate
+        decision, best = self._plan.decision, self._targets[0].candidate
         return {
             "strategy": decision.strategy,
             "reason": decision.reason.value,
-            "hit-tokens": str(first.matched_tokens),
+            "hit-tokens": str(best.matched_tokens),
         }
 
     def answered(self, head: AnswerHead) -> HeaderList:
@@ -388,23 +393,23 @@ class PickedRequest:
         self.has_answer = True
         record.status, record.streamed = status, is_event_stream
         now = deps.now()
-        tried, failed, place = attempts_of(head, [each.address for each in self._places])
+        tried, failed, answered_index = attempts_of(head, [target.address for target in self._targets])
         if head.trouble:
             record.error, record.attempts = head.trouble, tried
-        elif place:
+        elif answered_index:
             self._release(now)
-            self._send_to(place, now)
-        for each in self._places[:failed]:
-            deps.metrics.epp_not_served.labels(each.candidate.worker.id).inc()
-            deps.health.report_failure(each.candidate.worker, "not_served")
-        if place is None:
+            self._send_to(answered_index, now)
+        for target in self._targets[:failed]:
+            deps.metrics.epp_not_served.labels(target.candidate.worker.id).inc()
+            deps.health.report_failure(target.candidate.worker, "not_served")
+        if answered_index is None:
             if head.trouble:
                 return []
             # A worker that Envoy has chosen answers: this request is no load of those that were picked.
             self._release(now)
             record.worker, record.attempts = "-", tried
             return [(b"x-request-id", record.request_id)]
-        candidate = self._places[place].candidate
+        candidate = self._targets[answered_index].candidate
         if status >= 500 or deps.health.suspects:
             deps.health.report_status(candidate.worker, status)
         # The head of a whole answer comes with the body; that of a stream before prefill, unless it is late.
@@ -476,10 +481,10 @@ class PickerPlane(DataPlane):
         """See `DataPlane.start`. Raises NoRoutableWorker."""
         if not isinstance(client, PickAnswer):
             return super().start(plan, fields, record, client, entry)
-        places = client.places(plan)
+        targets = client.targets(plan)
         decision = plan.decision
-        if places[0].candidate is not decision.ranking[0]:
-            ranking = [each.candidate for each in places]
+        if targets[0].candidate is not decision.ranking[0]:
+            ranking = [target.candidate for target in targets]
             decision = RouteDecision(decision.strategy, decision.reason, ranking)
             record.decision = decision
         plan = replace(plan, decision=decision)
@@ -495,14 +500,14 @@ class PickerPlane(DataPlane):
                 self.entry_control.discard(request)
                 queue.finished(waited, assumed, round(assumed))  # the real number is not known
 
-        request = PickedRequest(self, plan, places, record, client, on_end)
+        request = PickedRequest(self, plan, targets, record, client, on_end)
         self.entry_control.add(request)
         request.start()
-        body = plan.body_for(places[0].candidate.worker.id)
+        body = plan.body_for(targets[0].candidate.worker.id)
         client.picked(
             Pick(
-                ",".join(each.address for each in places),
-                self._headers(plan, places, record, fields),
+                ",".join(target.address for target in targets),
+                self._headers(plan, targets, record, fields),
                 body,
                 request,
             )
@@ -510,16 +515,16 @@ class PickerPlane(DataPlane):
         return request
 
     def _headers(
-        self, plan: RequestPlan, places: Sequence[Place], record: Record, fields: bytes
+        self, plan: RequestPlan, targets: Sequence[PickTarget], record: Record, fields: bytes
     ) -> HeaderList:
         """The headers that the worker gets instead of the client's."""
         headers = field_pairs(self.added_fields)
         if record.trace is not None:
             headers += [pair for pair in field_pairs(fields) if pair[0].lower() == b"traceparent"]
         headers += [pair for pair in field_pairs(fields) if pair[0].lower() == ADAPTER]
-        rank = places[0].candidate.rank
+        rank = targets[0].candidate.rank
         if rank is not None and not has_rank(fields):
-            headers.append((_RANK, b"%d" % places[0].candidate.worker.sent_rank(rank)))
+            headers.append((_RANK, b"%d" % targets[0].candidate.worker.sent_rank(rank)))
         return headers
 
     async def pick(

@@ -48,7 +48,7 @@ from kvroute.tls import ServerTlsOptions, Signature, signatures
 log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-PART = "x-kvroute-part"
+FILTER_KEY = "x-kvroute-part"
 """gRPC metadata that an Envoy with two filters sends: `pick` or `watch`. Without it the stream is whole."""
 PICK_ID = "x-kvroute-pick"
 """Request header that connects the streams of the two filters."""
@@ -88,22 +88,26 @@ class ExternalProcessor:
 
     async def process(self, requests: Any, context: Any) -> None:
         """Handle one stream."""
-        part = next((value for key, value in context.invocation_metadata() or () if key == PART), "whole")
-        tasks = self._watching if part == "watch" else self._whole
+        filter_name = next(
+            (value for key, value in context.invocation_metadata() or () if key == FILTER_KEY), "whole"
+        )
+        tasks = self._watching if filter_name == "watch" else self._whole
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
         end = "broken"
         try:
-            if part == "watch":
+            if filter_name == "watch":
                 end = await self._watch(context)
             else:
-                end = await RequestStream(self, context, is_watched=part == "pick").run()
+                end = await RequestStream(self, context, is_watched=filter_name == "pick").run()
         finally:
             tasks.discard(task)
             if not self._whole:
                 self._is_empty.set()
-            self.plane.metrics.epp_streams.labels(part if part in ("pick", "watch") else "whole", end).inc()
+            self.plane.metrics.epp_streams.labels(
+                filter_name if filter_name in ("pick", "watch") else "whole", end
+            ).inc()
 
     async def drained(self, within_s: float) -> None:
         """Wait until no stream is open whose end would end its answer, at most `within_s`; end the others."""
@@ -126,7 +130,7 @@ class ExternalProcessor:
         self._picks[pick_id] = request
         return pick_id
 
-    def sent(self, pick_id: bytes) -> None:
+    def on_sent(self, pick_id: bytes) -> None:
         """The request was sent; the stream that shows its end has come or comes soon."""
         if pick_id in self._picks:
             asyncio.get_running_loop().call_later(self.options.attach_timeout_s, self._give_up, pick_id)
@@ -168,7 +172,7 @@ class ExternalProcessor:
 
     async def control(self, method: bytes, path: bytes, query: bytes, headers: HeaderList) -> OwnAnswer:
         """The gateway's own answer to a request for models or health."""
-        sent: list[Message] = []
+        messages: list[Message] = []
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -188,11 +192,11 @@ class ExternalProcessor:
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Message) -> None:
-            sent.append(message)
+            messages.append(message)
 
         await self._front(scope, receive, send)
-        body = b"".join(message.get("body", b"") for message in sent[1:])
-        return OwnAnswer(sent[0]["status"], list(sent[0]["headers"]), body)
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        return OwnAnswer(messages[0]["status"], list(messages[0]["headers"]), body)
 
 
 class RequestStream:
@@ -252,9 +256,9 @@ class RequestStream:
             if kind == "request_trailers":
                 return b"".join(parts), True
             if kind == "request_body":
-                part = message.request_body.body
-                parts.append(part)
-                size += len(part)
+                piece = message.request_body.body
+                parts.append(piece)
+                size += len(piece)
                 if size > limit:
                     raise BodyTooLarge(limit)
                 if message.request_body.end_of_stream:
@@ -319,9 +323,9 @@ class RequestStream:
                 return await plane.pick_stored(response_id, method, body, target, headers, record, client)
             record.path = "-"  # the client's own text would be a new value each time
             if method in (b"GET", b"HEAD") and (name in _CONTROL or name.startswith("/v1/models/")):
-                own = await self._processor.control(method, path, query, headers)
-                client.start(own.status, own.headers)
-                client.finish(own.body)
+                own_answer = await self._processor.control(method, path, query, headers)
+                client.start(own_answer.status, own_answer.headers)
+                client.finish(own_answer.body)
                 return None
             raise NotFound(f"There is no {method.decode('latin-1')} {name} here.")
         except GatewayError as error:
@@ -358,13 +362,13 @@ class RequestStream:
                     await self._write(piece)
             while (message := await reading) is not grpc.aio.EOF:
                 reading = asyncio.ensure_future(self._read())
-                for each in self._follow(request, message):
-                    await self._write(each)
+                for reply in self._follow(request, message):
+                    await self._write(reply)
             return "ended" if request.has_answer or self._is_watched else "left"
         finally:
             reading.cancel()
             if self._is_watched:
-                processor.sent(pick_id)
+                processor.on_sent(pick_id)
             else:
                 request.finished()
 

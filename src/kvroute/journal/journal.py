@@ -58,7 +58,7 @@ class Journal:
         self._waiting: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
         self._unsettled = 0
-        """Records since the last `Metrics.settle`."""
+        """Records since the last `Metrics.flush`."""
         self._ring: deque[Entry] = deque(maxlen=kept)
         self._kept = 0
         """Records that were ever put into the ring."""
@@ -196,7 +196,7 @@ class Journal:
         self._unsettled += len(waiting)
         if self._unsettled >= _MAX_UNSETTLED:
             self._unsettled = 0
-            self._metrics.settle()
+            self._metrics.flush()
 
     def _count_handover(self, record: Record, handover: HandoverRecord) -> None:
         worker, seconds, cached = handover.prefill_worker, handover.prefill_s, handover.cached_tokens

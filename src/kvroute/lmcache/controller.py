@@ -27,7 +27,7 @@ from kvroute.lmcache.controller_instance import (
     Location,
     Rank,
 )
-from kvroute.lmcache.controller_roster import KnownInstance, Roster, SlotIdentity, find_peer
+from kvroute.lmcache.controller_roster import Roster, SlotIdentity, TrackedInstance, find_peer
 from kvroute.lmcache.options import ControllerOptions
 from kvroute.wire import lmcache_controller as wire
 from kvroute.wire.lmcache_controller import none_hash
@@ -85,7 +85,7 @@ class FullSyncs:
         roster: Roster,
         clock: Clock,
         counts: ControllerCounts,
-        admit: Callable[[KnownInstance, Location, Sequence[wire.ChunkHash]], None],
+        admit: Callable[[TrackedInstance, Location, Sequence[wire.ChunkHash]], None],
     ) -> None:
         self._roster = roster
         self._clock = clock
@@ -93,24 +93,24 @@ class FullSyncs:
         self._admit = admit
 
     def start(self, message: wire.FullSyncStart) -> wire.FullSyncStartReply:
-        known, rank = self._roster.get_or_add(message)
-        location = known.instance.ensure_location(rank, message.location)
+        tracked, rank = self._roster.get_or_add(message)
+        location = tracked.instance.ensure_location(rank, message.location)
         # This replaces an unfinished synchronisation of the location: the worker has ended that one.
-        self._roster.free_later(known.instance.clear(location))
+        self._roster.free_later(tracked.instance.clear(location))
         location.is_complete = False
         location.sync = FullSync(message.sync_id, message.batch_count, self._clock.now())
         return wire.FullSyncStartReply(sync_id=message.sync_id, accepted=True)
 
     def receive_part(self, message: wire.FullSyncBatch | wire.FullSyncEnd) -> None:
-        found = self._roster.get(message)
-        location = _syncing(found, message.sync_id)
-        if not found or not location or not location.sync:
+        origin = self._roster.get(message)
+        location = _syncing(origin, message.sync_id)
+        if not origin or not location or not location.sync:
             return
-        known, rank = found
+        tracked, rank = origin
         sync, now = location.sync, self._clock.now()
         if isinstance(message, wire.FullSyncBatch):
             sync.batch(message.batch_id, message.keys, now)
-            self._admit(known, location, message.keys)
+            self._admit(tracked, location, message.keys)
         else:
             sync.end(message.actual_total_keys, now)
         if sync.is_finished and not sync.total_matches:
@@ -124,8 +124,8 @@ class FullSyncs:
 
     def status(self, message: wire.FullSyncStatus) -> wire.FullSyncStatusReply:
         """Reply whether the frozen worker may continue: it does not have to wait for other workers."""
-        found = self._roster.get(message)
-        location = _syncing(found, message.sync_id)
+        origin = self._roster.get(message)
+        location = _syncing(origin, message.sync_id)
         sync = location.sync if location else None
         waiting = sync is not None and sync.may_wait()
         if location and not waiting:
@@ -133,7 +133,7 @@ class FullSyncs:
         ranks = [rank for _, rank in self._roster.ranks()]
         return wire.FullSyncStatusReply(
             sync_id=message.sync_id,
-            is_complete=not waiting and found is not None and not found[1].needs_sync,
+            is_complete=not waiting and origin is not None and not origin[1].needs_sync,
             global_progress=sum(not rank.is_syncing for rank in ranks) / max(1, len(ranks)),
             can_exit_freeze=not waiting,
             missing_batches=sync.missing() if sync and waiting else [],
@@ -154,9 +154,9 @@ class FullSyncs:
                 self.fail(location)
 
 
-def _syncing(found: tuple[KnownInstance, Rank] | None, sync_id: str) -> Location | None:
+def _syncing(origin: tuple[TrackedInstance, Rank] | None, sync_id: str) -> Location | None:
     """The location with the unfinished synchronisation `sync_id`."""
-    for location in found[1].locations.values() if found else ():
+    for location in origin[1].locations.values() if origin else ():
         if location.sync and location.sync.sync_id == sync_id:
             return location
     return None
@@ -225,9 +225,13 @@ class Controller:
         NONE: no instance reports for the slot, or its chunk hashes differ from ours.
         """
         instances = self._roster.instances_of(slot)
-        if not instances or any(known.agreement.state is HashAgreementState.DIFFERS for known in instances):
+        if not instances or any(
+            tracked.agreement.state is HashAgreementState.DIFFERS for tracked in instances
+        ):
             return MapTrust.NONE
-        return MapTrust.WHOLE if all(known.instance.is_complete for known in instances) else MapTrust.PARTIAL
+        return (
+            MapTrust.WHOLE if all(tracked.instance.is_complete for tracked in instances) else MapTrust.PARTIAL
+        )
 
     def ranks_of(self, slot: int) -> int:
         """The ranks of the instance that the slot reads from; 0 if none reports, or several do."""
@@ -241,72 +245,76 @@ class Controller:
         incomplete, the hashing of the whole prompt (5 us for 256 tokens).
         """
         size = self.scheme.chunk_tokens
-        for known in self._roster.instances_of(slot):
-            if known.agreement.state is HashAgreementState.AGREES or len(token_ids) < size:
+        for tracked in self._roster.instances_of(slot):
+            if tracked.agreement.state is HashAgreementState.AGREES or len(token_ids) < size:
                 continue
             # While the map is incomplete, the first chunk may have been stored before the controller started.
             # The last chunk is more likely to be new.
-            tokens = token_ids[:size] if known.instance.is_complete else token_ids
+            tokens = token_ids[:size] if tracked.instance.is_complete else token_ids
             chunk = chunk_keys(tokens, self.scheme)[-1]
-            held = any(rank.has(chunk) for rank in known.instance.ranks.values())
-            if known.agreement.on_prompt_served(chunk, held=held, now=self._clock.now()):
-                self._log_agreement(known)
+            is_held = any(rank.has(chunk) for rank in tracked.instance.ranks.values())
+            if tracked.agreement.on_prompt_served(chunk, is_held=is_held, now=self._clock.now()):
+                self._log_agreement(tracked)
 
     def gauges(self) -> ControllerGauges:
         """The values of the metrics' gauges."""
-        known = list(self._roster.known.values())
+        instances = list(self._roster.by_name.values())
         ranks = [rank for _, rank in self._roster.ranks()]
         return ControllerGauges(
-            instances=len(known),
+            instances=len(instances),
             workers=len(ranks),
-            chunks=sum(each.instance.chunks for each in known),
+            chunks=sum(tracked.instance.chunks for tracked in instances),
             syncing=sum(rank.is_syncing for rank in ranks),
             untrusted=sum(not rank.is_complete for rank in ranks),
-            mismatched=sum(each.agreement.state is HashAgreementState.DIFFERS for each in known),
+            mismatched=sum(tracked.agreement.state is HashAgreementState.DIFFERS for tracked in instances),
         )
 
     def instance_names(self) -> list[str]:
         """The instances that have registered, in order of registration."""
-        return [known.instance.name for known in self._roster.known.values()]
+        return [tracked.instance.name for tracked in self._roster.by_name.values()]
 
     def uncompared(self) -> list[str]:
         """The instances whose chunk hashes have not been compared with the gateway's so far."""
-        known = self._roster.known.values()
-        return [each.instance.name for each in known if each.agreement.state is HashAgreementState.UNKNOWN]
+        instances = self._roster.by_name.values()
+        return [
+            tracked.instance.name
+            for tracked in instances
+            if tracked.agreement.state is HashAgreementState.UNKNOWN
+        ]
 
     def problems(self) -> list[str]:
         """Why the map may differ from what the workers hold, one sentence for each problem."""
-        found = [
+        problems = [
             f"LMCache instance {name!r} may belong to several workers: set its lmcache_instance_id to the "
             "name of its worker"
             for name in self._roster.unclear
         ]
-        for known in self._roster.known.values():
-            if known.agreement.state is HashAgreementState.DIFFERS:
-                found.append(self._mismatch(known.instance))
-        for known, rank in self._roster.ranks():
+        for tracked in self._roster.by_name.values():
+            if tracked.agreement.state is HashAgreementState.DIFFERS:
+                problems.append(self._mismatch(tracked.instance))
+        for tracked, rank in self._roster.ranks():
             if rank.needs_sync and rank.last_heartbeat is None:
-                found.append(
-                    f"LMCache instance {known.instance.name!r}, worker {rank.number}: the map lacks some of "
-                    "its chunks, and without heartbeats the controller cannot request them (set its "
+                problems.append(
+                    f"LMCache instance {tracked.instance.name!r}, worker {rank.number}: the map lacks "
+                    "some of its chunks, and without heartbeats the controller cannot request them (set its "
                     "lmcache_worker_heartbeat_time)"
                 )
-        return found
+        return problems
 
     # Periodic work
 
     def tick(self) -> None:
         """Remove workers whose heartbeats ended, and end synchronisations without progress."""
         now = self._clock.now()
-        for known, rank in self._roster.ranks():
+        for tracked, rank in self._roster.ranks():
             if rank.last_heartbeat is not None and now - rank.last_heartbeat > self._options.worker_timeout_s:
                 self.counts.timeouts += 1
                 log.warning(
                     "LMCache instance %r, worker %d was removed: no heartbeat in time",
-                    known.instance.name,
+                    tracked.instance.name,
                     rank.number,
                 )
-                self._roster.remove(known, rank)
+                self._roster.remove(tracked, rank)
                 continue
             self._syncs.expire(rank, self._options.sync_timeout_s)
 
@@ -346,9 +354,9 @@ class Controller:
 
     def want_sync(self, sender: wire.Sender) -> None:
         """Another member of the fleet lacks chunks of this rank: the next heartbeat requests them all."""
-        found = self._roster.get(sender)
-        if found is not None:
-            found[1].sync_wanted = True
+        origin = self._roster.get(sender)
+        if origin is not None:
+            origin[1].sync_wanted = True
 
     def member_gone(self, member: str) -> None:
         """A member of the fleet is gone: the chunks of the ranks that reported to it do not count until a
@@ -360,29 +368,29 @@ class Controller:
         self._roster.update_attachments()
 
     def _resume(self, message: wire.Message, member: str) -> None:
-        found = self._roster.get(message)
-        if found is not None:
-            found[1].reports_to = member
-            if not found[1].is_reporting:
-                found[1].is_reporting = True
+        origin = self._roster.get(message)
+        if origin is not None:
+            origin[1].reports_to = member
+            if not origin[1].is_reporting:
+                origin[1].is_reporting = True
                 self._roster.update_attachments()
 
     def on_unreadable(self, payload: bytes) -> None:
         """Count an unreadable message. If a location can be read from it, that location is reset."""
         self.counts.unreadable += 1
         instance, number, name = wire.origin(payload) or ("", 0, "")
-        found = self._roster.get(wire.Sender(instance_id=instance, worker_id=number))
-        if found and name in found[1].locations:
-            self._reset_location(found[0].instance, found[1].locations[name])
+        origin = self._roster.get(wire.Sender(instance_id=instance, worker_id=number))
+        if origin and name in origin[1].locations:
+            self._reset_location(origin[0].instance, origin[1].locations[name])
 
     def _register(self, message: wire.Register) -> wire.RegisterReply:
         name, number = message.instance_id, message.worker_id
-        found = self._roster.get(message)
-        if found and found[1].ip and (found[1].ip, found[1].port) != (message.ip, message.port):
+        origin = self._roster.get(message)
+        if origin and origin[1].ip and (origin[1].ip, origin[1].port) != (message.ip, message.port):
             log.warning(
                 "LMCache instance %r, worker %d was at %s:%d and is now at %s:%d; if both are running, "
                 "they need different values of lmcache_instance_id",
-                *(name, number, found[1].ip, found[1].port, message.ip, message.port),
+                *(name, number, origin[1].ip, origin[1].port, message.ip, message.port),
             )
         _, rank = self._roster.add(message, predates_controller=False)
         self._set_address(rank, message)
@@ -419,14 +427,14 @@ class Controller:
         return rank
 
     def _deregister(self, message: wire.DeRegister) -> None:
-        found = self._roster.get(message)
-        if found:
+        origin = self._roster.get(message)
+        if origin:
             log.info("LMCache instance %r, worker %d has left", message.instance_id, message.worker_id)
-            self._roster.remove(*found)
+            self._roster.remove(*origin)
 
     def _lookup(self, message: wire.P2pLookup) -> wire.P2pLookupReply:
         self.counts.lookups += 1
-        instances = (known.instance for known in self._roster.known.values())
+        instances = (tracked.instance for tracked in self._roster.by_name.values())
         peer = find_peer(instances, message.instance_id, message.worker_id, message.hashes)
         return wire.P2pLookupReply(layout_info=[peer]) if peer else wire.P2pLookupReply()
 
@@ -438,23 +446,25 @@ class Controller:
         if not count:
             return
         self.counts.operations += count
-        known, rank = self._roster.get_or_add(message)
-        location = known.instance.ensure_location(rank, message.location)
-        first, last = operations[0], operations[-1]
-        action = location.sequence.check(first.seq_num, count, first.key, last.key)
-        if last.seq_num - first.seq_num != count - 1 and action is BatchAction.APPLY:
+        tracked, rank = self._roster.get_or_add(message)
+        location = tracked.instance.ensure_location(rank, message.location)
+        first_operation, last_operation = operations[0], operations[-1]
+        action = location.sequence.check(
+            first_operation.seq_num, count, first_operation.key, last_operation.key
+        )
+        if last_operation.seq_num - first_operation.seq_num != count - 1 and action is BatchAction.APPLY:
             action = BatchAction.GAP
         if action is not BatchAction.APPLY and not self._handle_out_of_order(
-            known.instance, location, action
+            tracked.instance, location, action
         ):
             return
         start = 0
         for stop in _run_ends(operations):
             keys = [operation.key for operation in operations[start:stop]]
             if operations[start].op_type == "admit":
-                self._admit(known, location, keys)
+                self._admit(tracked, location, keys)
             else:
-                known.instance.evict(rank, location, keys)
+                tracked.instance.evict(rank, location, keys)
             start = stop
 
     def _handle_out_of_order(
@@ -476,17 +486,17 @@ class Controller:
     def _apply_single_operation(self, message: wire.KvAdmit | wire.KvEvict) -> None:
         """Apply an operation without a sequence number (LMCache 0.3). Its loss cannot be detected."""
         self.counts.operations += 1
-        known, rank = self._roster.get_or_add(message)
-        location = known.instance.ensure_location(rank, message.location)
+        tracked, rank = self._roster.get_or_add(message)
+        location = tracked.instance.ensure_location(rank, message.location)
         if isinstance(message, wire.KvAdmit):
-            self._admit(known, location, [message.key])
+            self._admit(tracked, location, [message.key])
         else:
-            known.instance.evict(rank, location, [message.key])
+            tracked.instance.evict(rank, location, [message.key])
 
-    def _admit(self, known: KnownInstance, location: Location, keys: Sequence[wire.ChunkHash]) -> None:
-        known.instance.admit(location, keys)
-        if known.agreement.on_chunks_reported(keys):
-            self._log_agreement(known)
+    def _admit(self, tracked: TrackedInstance, location: Location, keys: Sequence[wire.ChunkHash]) -> None:
+        tracked.instance.admit(location, keys)
+        if tracked.agreement.on_chunks_reported(keys):
+            self._log_agreement(tracked)
 
     def _reset_location(self, instance: LMCacheInstance, location: Location) -> None:
         """Drop all chunks of a location and chunk it as incomplete.
@@ -500,12 +510,12 @@ class Controller:
 
     # Hashes
 
-    def _log_agreement(self, known: KnownInstance) -> None:
-        if known.agreement.state is HashAgreementState.DIFFERS:
+    def _log_agreement(self, tracked: TrackedInstance) -> None:
+        if tracked.agreement.state is HashAgreementState.DIFFERS:
             self.counts.mismatches += 1
-            log.error("%s", self._mismatch(known.instance))
+            log.error("%s", self._mismatch(tracked.instance))
         else:
-            log.info("LMCache instance %r: its chunk hashes agree with ours", known.instance.name)
+            log.info("LMCache instance %r: its chunk hashes agree with ours", tracked.instance.name)
 
     def _mismatch(self, instance: LMCacheInstance) -> str:
         scheme, seed = self.scheme, self._options.hash_seed or "unset"

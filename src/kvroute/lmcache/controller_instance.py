@@ -111,27 +111,27 @@ class OperationSequence:
         self._previous = previous
         self._recent: dict[int, tuple[int, ChunkHash, ChunkHash]] = {}
 
-    def check(self, first: int, count: int, first_key: ChunkHash, last_key: ChunkHash) -> BatchAction:
-        """Return the action for operations `first` to `first + count - 1`. The keys identify copies."""
+    def check(self, first_seq: int, count: int, first_key: ChunkHash, last_key: ChunkHash) -> BatchAction:
+        """Return the action for `count` operations from `first_seq` on. The keys identify copies."""
         expected, digest = self.expected, (count, first_key, last_key)
         action = BatchAction.APPLY
-        if expected is not None and first != expected:
-            if first == self._previous:
-                self._previous = first + count
+        if expected is not None and first_seq != expected:
+            if first_seq == self._previous:
+                self._previous = first_seq + count
                 return BatchAction.SKIP
-            if first > expected:
+            if first_seq > expected:
                 action = BatchAction.GAP
-            elif self._recent.get(first) == digest:
+            elif self._recent.get(first_seq) == digest:
                 return BatchAction.SKIP
-            elif first == 0:
+            elif first_seq == 0:
                 action = BatchAction.RESTART
                 self._recent.clear()
             else:
                 self.expected = None
                 return BatchAction.UNPLACED
-        self.expected = first + count
+        self.expected = first_seq + count
         recent = self._recent
-        recent[first] = digest
+        recent[first_seq] = digest
         if len(recent) > _KEPT_BATCHES:
             # Batch 0 stays, because a late copy of it must not be taken for a restart.
             oldest = iter(recent)
@@ -353,9 +353,9 @@ class HashAgreement:
         self._reported_chunks = 0
         """Number of chunks that the instance reported since the first entry of `_unreported`."""
 
-    def on_prompt_served(self, chunk: ChunkHash, *, held: bool, now: float) -> bool:
+    def on_prompt_served(self, chunk: ChunkHash, *, is_held: bool, now: float) -> bool:
         """Note a served prompt by one of its chunks. True if the state has changed."""
-        if held:
+        if is_held:
             return self._agree()
         if len(self._unreported) < _MAX_UNREPORTED:
             self._unreported.setdefault(chunk, now)

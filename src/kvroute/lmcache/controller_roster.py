@@ -56,14 +56,14 @@ def match_instances(
     for instance in unnamed.values():
         at_ip[instance.ip].append(instance)
     taken = set(names_of)
-    for ip, found in at_ip.items():
+    for ip, instances_there in at_ip.items():
         candidates = [
             slot for slot, identity in slots.items() if slot not in taken and ip in identity.addresses
         ]
-        if len(candidates) == 1 and len(found) == 1:
-            names_of[candidates[0]].add(found[0].name)
+        if len(candidates) == 1 and len(instances_there) == 1:
+            names_of[candidates[0]].add(instances_there[0].name)
         elif candidates:
-            unclear += [instance.name for instance in found]
+            unclear += [instance.name for instance in instances_there]
     return dict(names_of), sorted(unclear)
 
 
@@ -78,7 +78,7 @@ def _named_after(name: str, slots: Mapping[int, SlotIdentity]) -> Collection[int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownInstance:
+class TrackedInstance:
     """An instance, and whether its chunk hashes agree with ours."""
 
     instance: LMCacheInstance
@@ -93,7 +93,7 @@ class Roster:
     """
 
     def __init__(self, index: ChunkIndex, space: ChunkSpace, clock: Clock, needed_prompts: int) -> None:
-        self.known: dict[str, KnownInstance] = {}
+        self.by_name: dict[str, TrackedInstance] = {}
         self.unclear: list[str] = []
         """Names of instances that may belong to several workers."""
         self._index = index
@@ -109,46 +109,46 @@ class Roster:
 
     # Instances and ranks
 
-    def get(self, sender: Sender) -> tuple[KnownInstance, Rank] | None:
+    def get(self, sender: Sender) -> tuple[TrackedInstance, Rank] | None:
         """The sender's instance and rank, if known."""
-        known = self.known.get(sender.instance_id)
-        rank = known.instance.ranks.get(sender.worker_id) if known else None
-        return (known, rank) if known and rank else None
+        tracked = self.by_name.get(sender.instance_id)
+        rank = tracked.instance.ranks.get(sender.worker_id) if tracked else None
+        return (tracked, rank) if tracked and rank else None
 
-    def get_or_add(self, sender: Sender) -> tuple[KnownInstance, Rank]:
+    def get_or_add(self, sender: Sender) -> tuple[TrackedInstance, Rank]:
         """The sender's instance and rank. A sender that has not registered is added: it may hold chunks."""
-        found = self.get(sender)
-        return found if found else self.add(sender, predates_controller=True)
+        origin = self.get(sender)
+        return origin if origin else self.add(sender, predates_controller=True)
 
-    def add(self, sender: Sender, *, predates_controller: bool) -> tuple[KnownInstance, Rank]:
+    def add(self, sender: Sender, *, predates_controller: bool) -> tuple[TrackedInstance, Rank]:
         """Add a new process; it replaces an earlier one of the same instance and rank.
 
         `predates_controller`: the process may already hold chunks.
         """
-        known = self.known.get(sender.instance_id)
+        tracked = self.by_name.get(sender.instance_id)
         rank = Rank(sender.worker_id, self._clock.now(), predates_controller=predates_controller)
-        before = known.instance.ranks.get(sender.worker_id) if known else None
-        if before:
-            for name, location in before.locations.items():
+        replaced_rank = tracked.instance.ranks.get(sender.worker_id) if tracked else None
+        if replaced_rank:
+            for name, location in replaced_rank.locations.items():
                 rank.previous[name] = location.sequence.expected
                 self._keys_to_free.append(location.keys)
-        if known is None or not predates_controller:
+        if tracked is None or not predates_controller:
             # Another process may compute other hashes.
             instance = (
-                known.instance if known else LMCacheInstance(sender.instance_id, self._index, self._space)
+                tracked.instance if tracked else LMCacheInstance(sender.instance_id, self._index, self._space)
             )
-            known = KnownInstance(instance, HashAgreement(self._needed_prompts))
-            self.known[sender.instance_id] = known
-        known.instance.add(rank)
+            tracked = TrackedInstance(instance, HashAgreement(self._needed_prompts))
+            self.by_name[sender.instance_id] = tracked
+        tracked.instance.add(rank)
         self.update_attachments()
-        return known, rank
+        return tracked, rank
 
-    def remove(self, known: KnownInstance, rank: Rank) -> None:
-        instance = known.instance
+    def remove(self, tracked: TrackedInstance, rank: Rank) -> None:
+        instance = tracked.instance
         self._keys_to_free += [location.keys for location in rank.locations.values()]
         instance.remove(rank)
         if not instance.ranks:
-            del self.known[instance.name]
+            del self.by_name[instance.name]
         self.update_attachments()
 
     def remove_replaced(self, name: str, by: Rank) -> None:
@@ -157,20 +157,20 @@ class Roster:
         This concerns instances without a worker's name and without heartbeats. A restart gives such an
         instance a new random name, so otherwise their number would grow without limit.
         """
-        for known, rank in self.ranks():
+        for tracked, rank in self.ranks():
             if (
                 by.port
                 and (rank.ip, rank.port) == (by.ip, by.port)
-                and known.instance.name != name
+                and tracked.instance.name != name
                 and rank.last_heartbeat is None
-                and not is_named(known.instance.name, self._slots)
+                and not is_named(tracked.instance.name, self._slots)
             ):
-                self.remove(known, rank)
+                self.remove(tracked, rank)
 
-    def ranks(self) -> Iterator[tuple[KnownInstance, Rank]]:
-        for known in list(self.known.values()):
-            for rank in list(known.instance.ranks.values()):
-                yield known, rank
+    def ranks(self) -> Iterator[tuple[TrackedInstance, Rank]]:
+        for tracked in list(self.by_name.values()):
+            for rank in list(tracked.instance.ranks.values()):
+                yield tracked, rank
 
     def free_later(self, keys: set[ChunkHash]) -> None:
         """Let `sweep` free these keys in steps."""
@@ -180,8 +180,8 @@ class Roster:
     def sweep(self, steps: int) -> bool:
         """Process up to `steps` chunks of deferred work; True while there is more."""
         more = self._index.sweep(steps)
-        for known in self.known.values():
-            more |= known.instance.sweep(steps)
+        for tracked in self.by_name.values():
+            more |= tracked.instance.sweep(steps)
         while self._keys_to_free and steps > 0:
             keys = self._keys_to_free[-1]
             for _ in range(min(steps, len(keys))):
@@ -201,19 +201,19 @@ class Roster:
         self._slots.pop(slot, None)
         self.update_attachments()
 
-    def instances_of(self, slot: int) -> list[KnownInstance]:
+    def instances_of(self, slot: int) -> list[TrackedInstance]:
         """The instances that a slot reads from."""
-        return [self.known[name] for name in self._names_of.get(slot, ()) if name in self.known]
+        return [self.by_name[name] for name in self._names_of.get(slot, ()) if name in self.by_name]
 
     def update_attachments(self) -> None:
         """Find each slot's instances again. Call it after a change of an instance, its address or a slot."""
         self._names_of, self.unclear = match_instances(self._slots, self._instance_addresses())
         domain = (self._space.scheme, self._space.model)
         required = {
-            (slot, known.instance.holder)
+            (slot, tracked.instance.holder)
             for slot in self._names_of
-            for known in self.instances_of(slot)
-            if all(rank.is_reporting for rank in known.instance.ranks.values())
+            for tracked in self.instances_of(slot)
+            if all(rank.is_reporting for rank in tracked.instance.ranks.values())
         }
         for slot, holder in self._attached - required:
             self._index.detach(slot, holder)
@@ -222,9 +222,9 @@ class Roster:
         self._attached = required
 
     def _instance_addresses(self) -> Iterator[InstanceAddress]:
-        for known in self.known.values():
-            rank = min(known.instance.ranks.values(), key=lambda rank: rank.number)
-            yield InstanceAddress(known.instance.name, rank.ip, rank.port, rank.registered_at)
+        for tracked in self.by_name.values():
+            rank = min(tracked.instance.ranks.values(), key=lambda rank: rank.number)
+            yield InstanceAddress(tracked.instance.name, rank.ip, rank.port, rank.registered_at)
 
 
 def find_peer(
@@ -239,7 +239,7 @@ def find_peer(
     best: tuple[str, str, int, str] | None = None
     if not hashes:
         return None
-    first, most = hashes[0], 0
+    first_hash, most = hashes[0], 0
     for instance in instances:
         if instance.name == asker:
             continue
@@ -248,7 +248,7 @@ def find_peer(
             continue
         for location in rank.locations.values():
             keys = location.keys
-            if first not in keys:
+            if first_hash not in keys:
                 continue
             count = 1
             for key in hashes[1:]:

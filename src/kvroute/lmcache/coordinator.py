@@ -111,11 +111,11 @@ class ServerCopy:
 
     def restore(self, store: CacheServerStore) -> Iterator[None]:
         """Add what the sender has sent; yields after each step of about 1 ms. Raises ValueError."""
-        held = self.memory
+        chunks = self.memory
         if store.backend:
-            held = self._coordinator.pool_of(self.state, store.backend, shared=store.shared)
-        changed = self._changed.setdefault(held, ChangedObjects())
-        return held.restore(self._scheme, store.layouts, store.entries, store.runs, changed)
+            chunks = self._coordinator.pool_of(self.state, store.backend, shared=store.shared)
+        changed = self._changed.setdefault(chunks, ChangedObjects())
+        return chunks.restore(self._scheme, store.layouts, store.entries, store.runs, changed)
 
     def apply(self, batch: CacheEvents) -> str:
         """Apply a batch that was applied to the map here. Returns why the copy cannot be used; "" if it can.
@@ -132,20 +132,20 @@ class ServerCopy:
             self._seq = batch.seq
         elif instance is not None:
             scheme = instance.scheme
-        held: HeldChunks | None = self.memory if is_own else None
+        chunks: HeldChunks | None = self.memory if is_own else None
         if batch.tier == "l2":
             pool = None if instance is None else instance.pools.get(batch.backend)
-            held = None if pool is None else pool.held
-        if held is None or batch.event_type not in ("store", "delete"):
+            chunks = None if pool is None else pool.chunks
+        if chunks is None or batch.event_type not in ("store", "delete"):
             return ""
-        self._changed.setdefault(held, ChangedObjects()).add(scheme, batch.entries)
+        self._changed.setdefault(chunks, ChangedObjects()).add(scheme, batch.entries)
         self._changes += len(batch.entries)
         if self._changes > _MAX_CHANGES:
             return "too much has changed since it began"
-        if held is self.memory:
+        if chunks is self.memory:
             if batch.event_type == "delete":
-                held.remove(scheme, batch.entries)
-            elif not held.store(scheme, batch.entries) or held.foreign_hashes:
+                chunks.remove(scheme, batch.entries)
+            elif not chunks.store(scheme, batch.entries) or chunks.foreign_hashes:
                 return "the chunks of the server have other parts or names"
         return ""
 
@@ -224,9 +224,9 @@ class Coordinator:
         and whether it was registered before."""
         self.counts.registrations += 1
         instance_id = message.instance_id.strip() or self._free_id()
-        known = self._instances.get(instance_id)
-        again = known is not None and known.registered
-        instance = known or self._add(instance_id)
+        existing = self._instances.get(instance_id)
+        again = existing is not None and existing.registered
+        instance = existing or self._add(instance_id)
         if again and instance.memory.objects and instance.is_reporting:
             # Either the server was restarted with empty memory, or our answer was lost and its memory is as
             # before. Events before the first registration are no sign of a restart: a server tries to
@@ -271,7 +271,7 @@ class Coordinator:
             if pool.owner in self._instances:
                 pool.last_seen = now
             elif pool.owner and now - pool.last_seen > _POOL_RETENTION_S:
-                pool.held.clear()
+                pool.chunks.clear()
                 del self._pools[key]
 
     def admit(self, batch: CacheEvents, member: str = "", sender: str = "") -> BatchOutcome:
@@ -303,22 +303,22 @@ class Coordinator:
         events[kind] = events.get(kind, 0) + len(batch.entries)
         if kind == "access":
             return  # can arrive after the deletion of the same object (observed with LMCache 0.5.6)
-        held = (
+        chunks = (
             instance.memory
             if batch.tier == "l1"
-            else self._pool(instance, batch.backend, shared=batch.shared).held
+            else self._pool(instance, batch.backend, shared=batch.shared).chunks
         )
-        layout_changes = held.layout_changes
+        layout_changes = chunks.layout_changes
         if kind == "delete":
-            held.remove(instance.scheme, batch.entries)
+            chunks.remove(instance.scheme, batch.entries)
         elif batch.entries:
             if not instance.scheme_known:
                 self._learn_chunk_size(instance, batch)
-            if not held.store(instance.scheme, batch.entries) and held is instance.memory:
+            if not chunks.store(instance.scheme, batch.entries) and chunks is instance.memory:
                 self._set_doubt(instance, Doubt.PARTS)
-            if held.foreign_hashes and instance.doubt is not Doubt.FOREIGN_HASHES:
+            if chunks.foreign_hashes and instance.doubt is not Doubt.FOREIGN_HASHES:
                 self._clear_memory(instance, Doubt.FOREIGN_HASHES)
-        if held.layout_changes != layout_changes:
+        if chunks.layout_changes != layout_changes:
             self._update_attachments()
 
     def status(self, instance_id: str, status: ServerStatus) -> None:
@@ -361,10 +361,10 @@ class Coordinator:
         self.learn_chunk_size(alive.server, alive.chunk_tokens)
         if alive.incarnation is None:
             return False
-        known = (-1 if instance.incarnation is None else instance.incarnation, instance.last_seq)
-        if known < (alive.incarnation, alive.seq):
+        position = (-1 if instance.incarnation is None else instance.incarnation, instance.last_seq)
+        if position < (alive.incarnation, alive.seq):
             self.mute(instance.id)
-        elif known == (alive.incarnation, alive.seq) and alive.is_whole and instance.doubt is None:
+        elif position == (alive.incarnation, alive.seq) and alive.is_whole and instance.doubt is None:
             self._resume(instance)
         return alive.is_whole and instance.trust is not MapTrust.WHOLE
 
@@ -385,7 +385,11 @@ class Coordinator:
     def member_gone(self, member: str) -> None:
         """A member of the fleet is gone: the chunks of the servers that reported to it do not count until
         their next batches come through another one."""
-        muted = [each for each in self._instances.values() if each.reports_to == member and each.is_reporting]
+        muted = [
+            instance
+            for instance in self._instances.values()
+            if instance.reports_to == member and instance.is_reporting
+        ]
         for instance in muted:
             instance.is_reporting = False
         if muted:
@@ -404,11 +408,14 @@ class Coordinator:
     def begin_copy(self, state: CacheServerState) -> ServerCopy:
         """An empty copy of another member's map of a server, for `adopt`."""
         instance = self._instances.get(state.server) or self._add(state.server)
-        before = instance.incarnation
-        if before is None or (before, instance.last_seq) < (state.incarnation, state.seq):
+        previous_incarnation = instance.incarnation
+        if previous_incarnation is None or (previous_incarnation, instance.last_seq) < (
+            state.incarnation,
+            state.seq,
+        ):
             # Batches were missed here. The stores are cleared now rather than with the next batch, which
             # would clear what the copy has added to the pools.
-            self._lose(instance, Doubt.LATE if before is None else Doubt.LOST_EVENTS)
+            self._lose(instance, Doubt.LATE if previous_incarnation is None else Doubt.LOST_EVENTS)
             instance.incarnation, instance.last_seq = state.incarnation, state.seq
         return ServerCopy(state, self, HeldChunks(self._index, Tier.L1))
 
@@ -441,7 +448,7 @@ class Coordinator:
     def pool_of(self, state: CacheServerState, backend: str, *, shared: bool) -> HeldChunks:
         """The L2 pool of a server whose state another member sends."""
         instance = self._instances.get(state.server) or self._add(state.server)
-        return self._pool(instance, backend, shared=shared).held
+        return self._pool(instance, backend, shared=shared).chunks
 
     def _resume(self, instance: LMCacheServer) -> None:
         if not instance.is_reporting:
@@ -474,7 +481,7 @@ class Coordinator:
         """Batches were lost: remove the chunks of all of the server's stores."""
         self._clear_memory(instance, doubt)
         for pool in instance.pools.values():
-            pool.held.clear()
+            pool.chunks.clear()
 
     def _set_doubt(self, instance: LMCacheServer, doubt: Doubt) -> None:
         instance.doubt = doubt
@@ -483,24 +490,27 @@ class Coordinator:
 
     def _admit(self, batch: CacheEvents) -> BatchOutcome:
         instance = self._instances.get(batch.instance_id) or self._add(batch.instance_id)
-        before, first = instance.incarnation, False
-        if before is not None:
-            if batch.incarnation < before and not self._is_set_back(instance):
+        previous_incarnation, is_new_incarnation = instance.incarnation, False
+        if previous_incarnation is not None:
+            if batch.incarnation < previous_incarnation and not self._is_set_back(instance):
                 return BatchOutcome.STALE
-            if batch.incarnation == before and batch.seq <= instance.last_seq:
+            if batch.incarnation == previous_incarnation and batch.seq <= instance.last_seq:
                 return BatchOutcome.DUPLICATE
         instance.stale_since = None
-        if batch.incarnation != before:
-            if before is not None:
+        if batch.incarnation != previous_incarnation:
+            if previous_incarnation is not None:
                 log.info("LMCache server %s was restarted", instance.id)
             instance.memory.clear()
-            instance.incarnation, instance.last_seq, first = batch.incarnation, 0, True
+            instance.incarnation, instance.last_seq, is_new_incarnation = batch.incarnation, 0, True
             instance.doubt = None
             instance.scheme_known = False
         if batch.seq != instance.last_seq + 1:
             # The lost batches may have contained deletions from any of the server's stores.
             self.counts.gaps += 1
-            self._lose(instance, Doubt.LATE if first and before is None else Doubt.LOST_EVENTS)
+            self._lose(
+                instance,
+                Doubt.LATE if is_new_incarnation and previous_incarnation is None else Doubt.LOST_EVENTS,
+            )
         instance.last_seq = batch.seq
         return BatchOutcome.APPLIED
 

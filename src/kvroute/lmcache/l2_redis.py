@@ -61,11 +61,11 @@ class L2Target:
 class L2Answer:
     """The chunks that Redis holds, for `ChunkIndex.match(probed=...)`.
 
-    A pool whose lookup failed is not in `held`, and `reason` says why: the index then uses the events'
+    A pool whose lookup failed is not in `chunks`, and `reason` says why: the index then uses the events'
     chunks.
     """
 
-    held: MappingProxyType[ChunkHolder, frozenset[ChunkKey]]
+    chunks: MappingProxyType[ChunkHolder, frozenset[ChunkKey]]
     reason: L2Reason | None = None
 
 
@@ -92,14 +92,14 @@ def targets_of(coordinator: Coordinator, pool_name: str) -> list[L2Target]:
 
     A pool that belongs to one server only has its adapter's type as its name.
     """
-    found: dict[L2Target, None] = {}
+    targets: dict[L2Target, None] = {}
     for instance in coordinator.instances():
         for pool in instance.pools.values():
             if pool.name == pool_name:
                 for model in coordinator.models_of(instance, pool):
-                    parts = tuple(pool.held.object_parts(model))
-                    found[L2Target(pool.held.holder, instance.scheme, model.name, parts)] = None
-    return [target for target in found if target.parts and target.scheme.algorithm == BLAKE3]
+                    parts = tuple(pool.chunks.object_parts(model))
+                    targets[L2Target(pool.chunks.holder, instance.scheme, model.name, parts)] = None
+    return [target for target in targets if target.parts and target.scheme.algorithm == BLAKE3]
 
 
 class RedisL2:
@@ -156,14 +156,16 @@ class RedisL2:
         """
         self.counts.lookups += 1
         self._rotate_cache()
-        held: dict[ChunkHolder, frozenset[ChunkKey]] = {}
+        present_by_holder: dict[ChunkHolder, frozenset[ChunkKey]] = {}
         reason: L2Reason | None = None
         queried = self.counts.objects_queried
         try:
             async with asyncio.timeout(self._options.timeout_ms / 1000):
                 for target in targets:
-                    present = await self._held(chunks, salt, target, first_token)
-                    held[target.holder] = held.get(target.holder, frozenset()) | present
+                    present = await self._present_chunks(chunks, salt, target, first_token)
+                    present_by_holder[target.holder] = (
+                        present_by_holder.get(target.holder, frozenset()) | present
+                    )
             if queried != self.counts.objects_queried:  # otherwise Redis was not asked
                 self._succeeded()
         except (TimeoutError, redis.exceptions.TimeoutError):
@@ -178,14 +180,14 @@ class RedisL2:
             reason = self._failed(L2Reason.REFUSED, type(error).__name__)
         except Exception as error:  # noqa: BLE001 - costs a worse choice of worker, must not fail a request
             reason = self._failed(L2Reason.FAILED, type(error).__name__)
-        return L2Answer(MappingProxyType(held), reason)
+        return L2Answer(MappingProxyType(present_by_holder), reason)
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
 
-    async def _held(
+    async def _present_chunks(
         self, chunks: PromptChunks, salt: str, target: L2Target, first_token: int
     ) -> frozenset[ChunkKey]:
         keys = chunks.keys(target.scheme)
@@ -194,10 +196,12 @@ class RedisL2:
         while position < len(keys):
             stop = min(position + window, len(keys))
             keys.compute(stop)
-            found = await self._window(keys.computed[position:stop], keys.names[position:stop], salt, target)
-            if not found:
+            present_in_window = await self._window(
+                keys.computed[position:stop], keys.names[position:stop], salt, target
+            )
+            if not present_in_window:
                 break
-            present |= found
+            present |= present_in_window
             position, window = stop, min(window * _WINDOW_GROWTH, _LARGEST_WINDOW)
         return frozenset(present)
 
@@ -208,10 +212,10 @@ class RedisL2:
         uncached: list[tuple[ChunkKey, bytes]] = []
         query_hash = hash((target, salt))
         for key, name in zip(keys, names, strict=True):
-            known = self._cached_answer(key ^ query_hash)
-            if known is None:
+            cached_answer = self._cached_answer(key ^ query_hash)
+            if cached_answer is None:
                 uncached.append((key, name))
-            elif known:
+            elif cached_answer:
                 present.add(key)
         self.counts.cached_chunks += len(keys) - len(uncached)
         if uncached:
@@ -226,21 +230,23 @@ class RedisL2:
         """Whether Redis holds each chunk. One EXISTS if all objects or none exist, else one per chunk."""
         objects = [list(_objects(target, name, salt)) for name in names]
         self.counts.objects_queried += len(names) * len(target.parts)
-        existing = await self._client.exists(*(each for object_names in objects for each in object_names))
+        existing = await self._client.exists(
+            *(object_name for object_names in objects for object_name in object_names)
+        )
         if existing in (0, len(names) * len(target.parts)):
             return [existing > 0] * len(names)
         async with self._client.pipeline(transaction=False) as pipeline:
             for object_names in objects:
                 pipeline.exists(*object_names)
             counts = await pipeline.execute()
-        return [each == len(target.parts) for each in counts]
+        return [count == len(target.parts) for count in counts]
 
     # Cache of recent answers. It has two generations, each valid for half of `remember_s`, so that expired
     # answers are dropped as a whole instead of one by one.
 
     def _cached_answer(self, query: int) -> bool | None:
-        known = self._new_answers.get(query)
-        return self._old_answers.get(query) if known is None else known
+        answer = self._new_answers.get(query)
+        return self._old_answers.get(query) if answer is None else answer
 
     def _store_answer(self, query: int, is_there: bool) -> None:
         if self._options.remember_s:

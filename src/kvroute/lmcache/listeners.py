@@ -54,7 +54,7 @@ class ReportObserver(Protocol):
         """The server has registered, or sent a heartbeat."""
         ...
 
-    def left(self, server: str) -> None:
+    def server_left(self, server: str) -> None:
         """A server has said goodbye."""
         ...
 
@@ -135,7 +135,7 @@ class CoordinatorApp:
                 self._check_sender(instance_id, sender)
                 self._coordinator.deregister(instance_id)
                 if self._observer is not None:
-                    self._observer.left(instance_id)
+                    self._observer.server_left(instance_id)
                 return 204, None
             case "GET", "/healthz" | "/healthcheck" | "/health":
                 return 200, {"status": "healthy"}
@@ -167,7 +167,7 @@ class CoordinatorApp:
         """
         instance = self._coordinator.instance(instance_id) if instance_id else None
         if instance is None:
-            heard = sum(each.sender == sender for each in self._coordinator.instances())
+            heard = sum(instance.sender == sender for instance in self._coordinator.instances())
             if heard >= MAX_SERVERS_PER_SENDER:
                 text = f"{sender} has registered {heard} servers already"
                 raise RegistrationRefused(text, status=429)
@@ -243,16 +243,16 @@ class CoordinatorApp:
     def _instance_list(self) -> list[dict[str, object]]:
         return [
             {
-                "instance_id": each.id,
-                "ip": each.address,
-                "http_port": each.http_port,
+                "instance_id": instance.id,
+                "ip": instance.address,
+                "http_port": instance.http_port,
                 "registration_time": 0.0,
                 "metadata": {},
                 "p2p_advertised_url": "",
                 "mq_port": 0,
             }
-            for each in self._coordinator.instances()
-            if each.registered
+            for instance in self._coordinator.instances()
+            if instance.registered
         ]
 
     def _unreadable(self, error: WireError) -> tuple[int, object]:
@@ -473,10 +473,10 @@ class ControllerSockets:
             bound.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             bound.close(linger=0)
-            why = (
+            problem = (
                 "is already in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound: {error.strerror}"
             )
-            raise ConfigError(f"lmcache.controller.{name}", f"{address} {why}") from error
+            raise ConfigError(f"lmcache.controller.{name}", f"{address} {problem}") from error
 
         def on_push(frames: Sequence[bytes]) -> Iterator[None]:
             return self._handle_push(frames)
@@ -519,8 +519,8 @@ class ControllerSockets:
 
     def _handle_request(self, reply_to: zmq.Socket[bytes], frames: Sequence[bytes]) -> Iterator[None]:
         """Handle a request `[identity, "", message]`, and send the reply."""
-        identity, *rest = frames
-        reply = self._handle_message(rest[-1] if rest else b"")
+        identity, *payloads = frames
+        reply = self._handle_message(payloads[-1] if payloads else b"")
         if reply is None:
             reply = ErrorReply(error="this message is not a request")
         try:

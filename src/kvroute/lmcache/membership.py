@@ -140,7 +140,9 @@ class HeldChunks:
             space = ChunkSpace(*model.domain(scheme), key.cache_salt)
             if model.world > 1 or len(parts.groups) > 1:
                 bit, whole = self._bit(key), self._whole(model, parts)
-                keys = [each for each in keys if self._add(parts, space, each, bit, whole) == whole]
+                keys = [
+                    chunk_key for chunk_key in keys if self._add(parts, space, chunk_key, bit, whole) == whole
+                ]
             self._index.store(self.holder, space, keys)
         return layout_known
 
@@ -155,8 +157,8 @@ class HeldChunks:
             self._index.remove_all(self.holder, space, keys)
             if model.world > 1 or len(parts.groups) > 1:
                 bit, whole = self._bit(key), self._whole(model, parts)
-                for each in keys:
-                    self._drop(parts, space, each, bit, whole)
+                for chunk_key in keys:
+                    self._drop(parts, space, chunk_key, bit, whole)
 
     # Another gateway's copy
 
@@ -221,9 +223,9 @@ class HeldChunks:
         """Consecutive entries that differ only in the chunk: the key of the first one, and all chunk keys."""
         for _, run in groupby(entries, key=object_kind):
             keys: list[ChunkKey] = []
-            first: ObjectKey | None = None
+            first_key: ObjectKey | None = None
             for entry in run:
-                first = first or entry.key
+                first_key = first_key or entry.key
                 name = entry.key.chunk_hash_hex
                 try:
                     if len(name) != 64:
@@ -231,12 +233,12 @@ class HeldChunks:
                     keys.append(int(name[48:], 16))
                 except ValueError:
                     self.foreign_hashes += 1
-            if first is not None and keys:
-                yield first, keys
+            if first_key is not None and keys:
+                yield first_key, keys
 
     def _learn_parts(self, entries: Sequence[EventEntry]) -> bool:
         layout_known = True
-        kinds = {(each.key.model_name, each.key.kv_rank, each.key.object_group_id) for each in entries}
+        kinds = {(event.key.model_name, event.key.kv_rank, event.key.object_group_id) for event in entries}
         seen: dict[StoredModel, set[int]] = {}
         for name, kv_rank, group in kinds:
             model = StoredModel(name, max(1, kv_rank >> 24))
@@ -323,7 +325,7 @@ class L2Pool:
 
     name: str
     backend: str
-    held: HeldChunks
+    chunks: HeldChunks
     owner: str = ""
     """Id of the only server that uses this store; empty for a store that several servers share."""
     last_seen: float = 0.0
@@ -450,20 +452,20 @@ class Attachments:
 
         A model whose name is known counts even if the pool has not shown a chunk of the model yet.
         """
-        found: dict[StoredModel, None] = {}
+        readable: dict[StoredModel, None] = {}
         for worker_id in self._readers.get(instance, ()):
             worker = self._workers[worker_id]
-            models = self._models(worker, instance, pool.held)
-            found.update(dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)]))
-        return list(found)
+            models = self._models(worker, instance, pool.chunks)
+            readable.update(dict.fromkeys(models or [StoredModel(name, 1) for name in sorted(worker.models)]))
+        return list(readable)
 
     def model_of(self, worker_id: str) -> StoredModel | None:
         """The worker's model under its name in the server's stores; None if the stores have not shown it."""
         worker, instance = self._workers.get(worker_id), self._server_of.get(worker_id)
         if worker is None or instance is None:
             return None
-        for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
-            if models := self._models(worker, instance, held):
+        for chunks in (instance.memory, *(pool.chunks for pool in instance.pools.values())):
+            if models := self._models(worker, instance, chunks):
                 return models[0]
         return None
 
@@ -475,10 +477,10 @@ class Attachments:
                 at.setdefault(normalized_host(instance.address), []).append(instance)
         self._server_of, self._readers = {}, {}
         for worker in self._workers.values():
-            found = self._find_server(worker, instances, at)
-            if found is not None:
-                self._server_of[worker.id] = found
-                self._readers.setdefault(found, []).append(worker.id)
+            server = self._find_server(worker, instances, at)
+            if server is not None:
+                self._server_of[worker.id] = server
+                self._readers.setdefault(server, []).append(worker.id)
         for worker in self._workers.values():
             domains_by_holder = self._domains_of(worker)
             for slot in worker.slots:
@@ -494,33 +496,33 @@ class Attachments:
         name = options.instances.get(worker.id) or options.instance.format(
             id=worker.id, host=worker.host, node=worker.node
         )
-        found = instances.get(name or worker.id)
-        if found is None and not name:
+        server = instances.get(name or worker.id)
+        if server is None and not name:
             there = at.get(normalized_host(worker.host), ())
-            found = there[0] if len(there) == 1 else None
-        return found if found is not None and found.registered and found.is_reporting else None
+            server = there[0] if len(there) == 1 else None
+        return server if server is not None and server.registered and server.is_reporting else None
 
     def _domains_of(self, worker: ServedWorker) -> dict[ChunkHolder, list[ChunkDomain]]:
         instance = self._server_of.get(worker.id)
         if instance is None:
             return {}
         domains_by_holder = {}
-        for held in (instance.memory, *(pool.held for pool in instance.pools.values())):
-            models = self._models(worker, instance, held)
+        for chunks in (instance.memory, *(pool.chunks for pool in instance.pools.values())):
+            models = self._models(worker, instance, chunks)
             domains = [model.domain(instance.scheme) for model in models]
-            if held is not instance.memory and not models:
+            if chunks is not instance.memory and not models:
                 domains = [StoredModel(name, 1).domain(instance.scheme) for name in sorted(worker.models)]
             if domains:
-                domains_by_holder[held.holder] = domains
+                domains_by_holder[chunks.holder] = domains
         return domains_by_holder
 
-    def _models(self, worker: ServedWorker, instance: LMCacheServer, held: HeldChunks) -> list[StoredModel]:
+    def _models(self, worker: ServedWorker, instance: LMCacheServer, chunks: HeldChunks) -> list[StoredModel]:
         """The worker's model in this store: a list with one model, or an empty list if it is not clear.
 
         The model is found by name. Otherwise it is the only model in the store, if no other worker can have
         stored it. If the store has the model in several world sizes, the one in the server's L1 counts.
         """
-        seen = held.models
+        seen = chunks.models
         chosen = [model for model in seen if model.name in worker.models]
         if not chosen and len({model.name for model in seen}) == 1:
             only_worker = len(self._readers.get(instance, ())) == 1

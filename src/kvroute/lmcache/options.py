@@ -253,10 +253,12 @@ class L2Options(Options):
             return None
         try:
             parts = urlsplit(value.get_secret_value())
-            known = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
+            is_supported = (
+                parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
+            )
         except ValueError:
-            known = False
-        if not known:
+            is_supported = False
+        if not is_supported:
             raise ValueError("must be redis://[user:password@]host[:port][/number], or rediss://")
         return value
 
@@ -301,11 +303,22 @@ class TierdSourceOptions(Options):
         for url in value:
             try:
                 parts = urlsplit(url)
-                rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
-                known = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and not any(rest)
+                unsupported = (
+                    parts.path.strip("/"),
+                    parts.query,
+                    parts.fragment,
+                    parts.username,
+                    parts.password,
+                )
+                is_supported = (
+                    parts.scheme == "http"
+                    and bool(parts.hostname)
+                    and bool(parts.port)
+                    and not any(unsupported)
+                )
             except ValueError:
-                known = False
-            if not known:
+                is_supported = False
+            if not is_supported:
                 raise ValueError("must be http://HOST:PORT")
         return value
 

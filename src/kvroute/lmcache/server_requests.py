@@ -73,19 +73,19 @@ class StatusPoller:
     async def poll(self, *, due_only: bool = False) -> None:
         """Poll every server that needs it once; with `due_only` only those whose pause has ended."""
         now = self._clock.now()
-        due = [each for each in self._coordinator.instances() if _needs_status(each)]
-        self._schedule = {each.id: self._schedule.get(each.id, (now, 0.0)) for each in due}
+        due = [instance for instance in self._coordinator.instances() if _needs_status(instance)]
+        self._schedule = {instance.id: self._schedule.get(instance.id, (now, 0.0)) for instance in due}
         if due_only:
-            due = [each for each in due if self._schedule[each.id][0] <= now]
+            due = [instance for instance in due if self._schedule[instance.id][0] <= now]
         for start in range(0, len(due), _CONCURRENT_POLLS):
             await asyncio.gather(
-                *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
+                *(self._poll_server(instance) for instance in due[start : start + _CONCURRENT_POLLS])
             )
-        for each in due:
+        for instance in due:
             interval = self._options.status_interval_s
-            differs = each.scheme_known and each.agreed_seq < 0
-            pause = min(2 * self._schedule[each.id][1], _MAX_PAUSE_FACTOR * interval) if differs else 0.0
-            self._schedule[each.id] = now + max(pause, interval), max(pause, interval)
+            differs = instance.scheme_known and instance.agreed_seq < 0
+            pause = min(2 * self._schedule[instance.id][1], _MAX_PAUSE_FACTOR * interval) if differs else 0.0
+            self._schedule[instance.id] = now + max(pause, interval), max(pause, interval)
 
     async def _poll_server(self, instance: LMCacheServer) -> None:
         try:
@@ -145,11 +145,13 @@ class RatePoller:
 
     async def poll(self) -> None:
         """Poll every registered server once."""
-        due = [each for each in self._coordinator.instances() if each.registered]
-        self._last_rates = {each.id: self._last_rates[each.id] for each in due if each.id in self._last_rates}
+        due = [instance for instance in self._coordinator.instances() if instance.registered]
+        self._last_rates = {
+            instance.id: self._last_rates[instance.id] for instance in due if instance.id in self._last_rates
+        }
         for start in range(0, len(due), _CONCURRENT_POLLS):
             await asyncio.gather(
-                *(self._poll_server(each) for each in due[start : start + _CONCURRENT_POLLS])
+                *(self._poll_server(instance) for instance in due[start : start + _CONCURRENT_POLLS])
             )
 
     async def _poll_server(self, instance: LMCacheServer) -> None:
@@ -162,10 +164,10 @@ class RatePoller:
             log.debug("LMCache server %s: no answer from /metrics: %r", instance.id, error)
             return
         rates = read_load_rates(answer.text)
-        before = self._last_rates.get(instance.id)
+        previous_rates = self._last_rates.get(instance.id)
         self._last_rates[instance.id] = rates
-        if before is not None:
-            for tier, (gb_s, loads) in rates.since(before).items():
+        if previous_rates is not None:
+            for tier, (gb_s, loads) in rates.since(previous_rates).items():
                 self._report(instance.id, _TIERS[tier], gb_s, loads)
 
 
@@ -322,8 +324,8 @@ class Prefetcher:
             log.info("LMCache server %s accepts prefetches again", request.instance_id)
         return PrefetchOutcome.SUBMITTED if chunks else PrefetchOutcome.NOTHING
 
-    def _failed(self, request: _PrefetchRequest, outcome: PrefetchOutcome, why: str) -> PrefetchOutcome:
+    def _failed(self, request: _PrefetchRequest, outcome: PrefetchOutcome, reason: str) -> PrefetchOutcome:
         if request.instance_id not in self._failing:
             self._failing.add(request.instance_id)
-            log.warning("LMCache server %s did not accept a prefetch: %s", request.instance_id, why)
+            log.warning("LMCache server %s did not accept a prefetch: %s", request.instance_id, reason)
         return outcome

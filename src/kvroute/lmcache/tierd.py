@@ -128,12 +128,12 @@ def kind_of(worker: ClassicWorker, kinds: Collection[StoredKind], *, is_mixed: b
     With MLA only the first rank stores, with a world size of 1. Such objects count for a worker of several
     ranks unless `is_mixed`: other workers of its model have one rank.
     """
-    found = [kind for kind in kinds if kind.model in worker.models]
+    candidates = [kind for kind in kinds if kind.model in worker.models]
     if not worker.models and len({kind.model for kind in kinds}) == 1:
-        found = list(kinds)
-    fits = [kind for kind in found if kind.world == worker.ranks]
+        candidates = list(kinds)
+    fits = [kind for kind in candidates if kind.world == worker.ranks]
     if not fits and not is_mixed:
-        fits = [kind for kind in found if kind.world == 1]
+        fits = [kind for kind in candidates if kind.world == 1]
     return fits[0] if len(fits) == 1 else None
 
 
@@ -156,11 +156,11 @@ class TierdPool:
     def store(self, parts: Iterable[StoredPart]) -> None:
         """One more daemon has each of these parts."""
         whole: dict[tuple[StoredKind, str], list[ChunkKey]] = {}
-        for part in parts:
-            copies = self._copies.get(part, 0)
-            self._copies[part] = copies + 1
-            if not copies and self._completes(part):
-                whole.setdefault((part.kind, part.salt), []).append(part.chunk)
+        for stored_part in parts:
+            copies = self._copies.get(stored_part, 0)
+            self._copies[stored_part] = copies + 1
+            if not copies and self._completes(stored_part):
+                whole.setdefault((stored_part.kind, stored_part.salt), []).append(stored_part.chunk)
         for (kind, salt), chunks in whole.items():
             holder = self.holders.get(kind)
             if holder is None:
@@ -170,33 +170,33 @@ class TierdPool:
     def remove(self, parts: Iterable[StoredPart]) -> None:
         """One daemon less has each of these parts."""
         gone: dict[tuple[StoredKind, str], list[ChunkKey]] = {}
-        for part in parts:
-            copies = self._copies.pop(part, 0)
+        for stored_part in parts:
+            copies = self._copies.pop(stored_part, 0)
             if copies > 1:
-                self._copies[part] = copies - 1
-            elif copies and self._breaks(part):
-                gone.setdefault((part.kind, part.salt), []).append(part.chunk)
+                self._copies[stored_part] = copies - 1
+            elif copies and self._breaks(stored_part):
+                gone.setdefault((stored_part.kind, stored_part.salt), []).append(stored_part.chunk)
         for (kind, salt), chunks in gone.items():
             self._index.remove_all(self.holders[kind], ChunkSpace(self._scheme, "", salt), chunks)
 
-    def _completes(self, part: StoredPart) -> bool:
+    def _completes(self, stored_part: StoredPart) -> bool:
         """Note a rank's part. Returns whether the chunk is complete with it."""
-        world = part.kind.world
+        world = stored_part.kind.world
         if world == 1:
             return True
-        chunk = part._replace(rank=0)
-        bits = self._ranks[chunk] = self._ranks.get(chunk, 0) | 1 << part.rank
+        chunk = stored_part._replace(rank=0)
+        bits = self._ranks[chunk] = self._ranks.get(chunk, 0) | 1 << stored_part.rank
         return bits == (1 << world) - 1
 
-    def _breaks(self, part: StoredPart) -> bool:
+    def _breaks(self, stored_part: StoredPart) -> bool:
         """Forget a rank's part. Returns whether the chunk was complete with it."""
-        world = part.kind.world
+        world = stored_part.kind.world
         if world == 1:
             return True
-        chunk = part._replace(rank=0)
+        chunk = stored_part._replace(rank=0)
         bits = self._ranks.pop(chunk, 0)
-        if left := bits & ~(1 << part.rank):
-            self._ranks[chunk] = left
+        if remaining := bits & ~(1 << stored_part.rank):
+            self._ranks[chunk] = remaining
         return bits == (1 << world) - 1
 
 
@@ -265,7 +265,7 @@ class TierdFollower:
             for slot, models in self._models.items()
             if (ranks := self._ranks_of(slot))
         }
-        single = {model for each in workers.values() if each.ranks == 1 for model in each.models}
+        single = {model for worker in workers.values() if worker.ranks == 1 for model in worker.models}
         required: dict[int, ChunkHolder] = {}
         for slot, worker in workers.items():
             kind = kind_of(worker, self.pool.holders, is_mixed=bool(single & worker.models))
@@ -304,7 +304,8 @@ class TierdFollower:
                 log.debug("lmcache.tierd.urls: cannot resolve %s: %r", host, error)
                 return
             urls |= {
-                f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses
+                f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+                for address in addresses
             }
         for url in [url for url in self.daemons if url not in urls]:
             gone = self.daemons.pop(url)
@@ -349,7 +350,9 @@ class TierdFollower:
         else:
             removed = daemon.parts.intersection(await _parsed(changes.removed, self._kinds))
         kinds = len(self.pool.holders)
-        await self._change(daemon, [part for part in stored if part not in daemon.parts], list(removed))
+        await self._change(
+            daemon, [stored_part for stored_part in stored if stored_part not in daemon.parts], list(removed)
+        )
         daemon.incarnation, daemon.number = changes.incarnation, changes.number
         if kinds != len(self.pool.holders):
             self.update_attachments()
@@ -385,9 +388,9 @@ class TierdFollower:
     def notes(self) -> list[str]:
         """Notes for `/ready`: the daemons that do not answer."""
         return [
-            f"tierd at {each.url}: its changes cannot be read ({each.problem})"
-            for each in self.daemons.values()
-            if each.problem
+            f"tierd at {daemon.url}: its changes cannot be read ({daemon.problem})"
+            for daemon in self.daemons.values()
+            if daemon.problem
         ]
 
 
@@ -396,9 +399,9 @@ async def _parsed(names: list[str], kinds: dict[StoredKind, StoredKind]) -> list
     parts = []
     for start in range(0, len(names), _STEP):
         for name in names[start : start + _STEP]:
-            part = parse_name(name)
-            if part is not None:
+            stored_part = parse_name(name)
+            if stored_part is not None:
                 # Equal kinds share one object: a kind with its texts takes more memory than a part.
-                parts.append(part._replace(kind=kinds.setdefault(part.kind, part.kind)))
+                parts.append(stored_part._replace(kind=kinds.setdefault(stored_part.kind, stored_part.kind)))
         await asyncio.sleep(0)
     return parts

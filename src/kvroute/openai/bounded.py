@@ -167,21 +167,25 @@ class Bounded:
         body: Any = msgspec.defstruct(
             "CountedBody",
             [
-                (each.name, messages | UnsetType if each.name == "messages" else each.type, each.default)
-                for each in fields(Body)
+                (
+                    body_field.name,
+                    messages | UnsetType if body_field.name == "messages" else body_field.type,
+                    body_field.default,
+                )
+                for body_field in fields(Body)
             ],
             gc=False,
         )
         self._names = tuple(dict.fromkeys((*_READ_FIELDS, *also)))
-        known: Any = msgspec.defstruct(
+        fields_type: Any = msgspec.defstruct(
             "Fields",
-            [(f"f{place}", Raw | UnsetType, UNSET) for place in range(len(self._names))],
-            rename={f"f{place}": name for place, name in enumerate(self._names)},
+            [(f"f{index}", Raw | UnsetType, UNSET) for index in range(len(self._names))],
+            rename={f"f{index}": name for index, name in enumerate(self._names)},
             gc=False,
         )
         self._decode_body = msgspec.json.Decoder(body).decode
         self._decode_messages = msgspec.json.Decoder(messages).decode
-        self._decode_fields = msgspec.json.Decoder(known).decode
+        self._decode_fields = msgspec.json.Decoder(fields_type).decode
         self._decode_objects = msgspec.json.Decoder(list[CountedObject]).decode
         self._decode_prompts: Callable[[Any], Struct] | None = None
 
@@ -222,20 +226,20 @@ class Bounded:
         Raises InvalidRequest, and OverLimit for JSON that is not accepted at this size.
         """
         try:
-            found = self._decode_fields(data)
+            decoded = self._decode_fields(data)
         except RecursionError:
             raise OverLimit("nesting", "The request body is nested too deeply to be read.") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _unreadable(data, error) from None
-        values = zip(self._names, astuple(found), strict=True)
+        values = zip(self._names, astuple(decoded), strict=True)
         return {name: value for name, value in values if value is not UNSET}
 
-    def parts(self, content: Raw, left: int) -> None:
-        """Raise OverLimit if a message's content has more than `left` parts."""
+    def parts(self, content: Raw, remaining: int) -> None:
+        """Raise OverLimit if a message's content has more than `remaining` parts."""
         data = bytes(content)
-        if data.count(b",") < left:
+        if data.count(b",") < remaining:
             return
-        self._remaining = left
+        self._remaining = remaining
         try:
             self._decode_objects(data)
         except UNREADABLE:  # too many parts, or parts of a type that no endpoint accepts
@@ -245,16 +249,18 @@ class Bounded:
         """The elements of a list. Raises OverLimit."""
         if self._decode_prompts is None:
             # The decoder of an array-like struct fails at the first element too many.
-            each = [(f"f{place}", Raw | UnsetType, UNSET) for place in range(self.limits.max_prompts)]
+            prompt_fields = [
+                (f"f{index}", Raw | UnsetType, UNSET) for index in range(self.limits.max_prompts)
+            ]
             kind = msgspec.defstruct(
-                "Prompts", each, array_like=True, forbid_unknown_fields=True, gc=False
+                "Prompts", prompt_fields, array_like=True, forbid_unknown_fields=True, gc=False
             )  # about 5 us a field
             self._decode_prompts = msgspec.json.Decoder(kind).decode
         try:
-            found = astuple(self._decode_prompts(data))
+            prompts = astuple(self._decode_prompts(data))
         except msgspec.ValidationError:
             raise self.over("max_prompts", "prompts", param) from None
-        return [item for item in found if item is not UNSET]
+        return [item for item in prompts if item is not UNSET]
 
     def token_ids(self, data: bytes, ids: array[int], param: str) -> Steps:
         """Append the numbers of a list to `ids`, in steps.
@@ -265,8 +271,8 @@ class Bounded:
         while at < end:
             stop = min(at + _PIECE_BYTES, end)
             if stop < end:
-                found = data.find(b",", stop, end)
-                stop = end if found < 0 else found
+                comma = data.find(b",", stop, end)
+                stop = end if comma < 0 else comma
             # Numbers contain no comma, so each piece between commas is a list of numbers, too.
             ids.extend(_decode_ids(b"[%b]" % data[at:stop]))
             if len(ids) > most:
@@ -371,8 +377,8 @@ def not_plain_json() -> OverLimit:
 
 def _unreadable(body: bytes, error: Exception) -> InvalidRequest | OverLimit:
     """The error for a large body that msgspec rejects."""
-    place = _error_offset(str(error))
-    at = int(place[1]) if place else 0
+    position = _error_offset(str(error))
+    at = int(position[1]) if position else 0
     if b"\0" in body[:4] or body.startswith(_BYTE_ORDERS) or body.startswith(_NOT_A_NUMBER, at):
         return not_plain_json()
     if isinstance(error, msgspec.ValidationError):

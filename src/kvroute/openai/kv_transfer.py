@@ -121,10 +121,10 @@ def split_params(answer: bytes) -> tuple[bytes, bytes]:
     """
     # vLLM (0.32) writes them as the last member, without an object in them. To skip the block ids of a long
     # prompt as JSON costs ten times as much as this.
-    before, _, rest = answer.partition(_COMPACT_MEMBER)
-    end = len(rest) - 2
-    if end > 0 and rest.find(b"}") == end and rest.rfind(b"{") == 0 and rest[-1] == _CLOSING:
-        return before + b"}", rest[:-1]
+    head, _, tail = answer.partition(_COMPACT_MEMBER)
+    end = len(tail) - 2
+    if end > 0 and tail.find(b"}") == end and tail.rfind(b"{") == 0 and tail[-1] == _CLOSING:
+        return head + b"}", tail[:-1]
     raw = _decode_body(answer).kv_transfer_params
     return answer, b"" if raw is UNSET else bytes(raw)
 
@@ -181,10 +181,10 @@ def _text_of(raw: Raw) -> bytes:
 def _transfers_in(xargs: Raw) -> tuple[object, object]:
     """The parameters of both transfers in `vllm_xargs`; UNSET if it is no object, which workers refuse."""
     try:
-        found = _decode_xargs(xargs)
+        decoded = _decode_xargs(xargs)
     except UNREADABLE:
         return UNSET, UNSET
-    return found.kv_transfer_params, found.ec_transfer_params
+    return decoded.kv_transfer_params, decoded.ec_transfer_params
 
 
 class ParamsMask(Struct):
@@ -202,30 +202,30 @@ class ParamsMask(Struct):
     _is_in_text: bool = False
     _is_escaped: bool = False
 
-    def blanked(self, part: bytes) -> bytes:
-        """The next part of the answer, as the client may see it; `part` itself if nothing is blanked.
+    def blanked(self, piece: bytes) -> bytes:
+        """The next part of the answer, as the client may see it; `piece` itself if nothing is blanked.
 
-        `part` has body bytes without the framing of chunks. Costs a search of `part`.
+        `piece` has body bytes without the framing of chunks. Costs a search of `piece`.
         """
-        seen = self._tail + part
+        seen = self._tail + piece
         if not self._depth and (seen.find(PARAMS_KEY) < 0 or _opening(seen) is None):
-            self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
-            return part
-        out, at, tail = bytearray(part), 0, self._tail
+            self._tail = b"" if piece.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
+            return piece
+        out, at, tail = bytearray(piece), 0, self._tail
         self._tail = b""
         while True:
             if not self._depth:
-                seen = tail + part[at:]
-                found = _opening(seen)
-                if found is None:
-                    self._tail = b"" if part.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
+                seen = tail + piece[at:]
+                opening = _opening(seen)
+                if opening is None:
+                    self._tail = b"" if piece.endswith(_EVENT_END) else seen[-_TAIL_BYTES:]
                     break
-                at += found.end() - len(tail)
+                at += opening.end() - len(tail)
                 tail, self._depth = b"", 1
             at = self._blank(out, at)
             if self._depth:
                 break
-        return part if out == part else bytes(out)
+        return piece if out == piece else bytes(out)
 
     def _blank(self, out: bytearray, at: int) -> int:
         """Blank the value that is open at `at`. Returns where its last bracket is, or the end of `out`."""
@@ -341,7 +341,9 @@ class SharedCache:
         return LegBody(body)
 
 
-CONNECTORS: Final[dict[str, Connector]] = {each.name: each for each in (NixlPull(), SharedCache())}
+CONNECTORS: Final[dict[str, Connector]] = {
+    connector.name: connector for connector in (NixlPull(), SharedCache())
+}
 
 
 def release_leg(connector: Connector, body: bytes, request: InferenceRequest, params: bytes) -> bytes:
@@ -368,13 +370,13 @@ def _one_token(request: InferenceRequest) -> dict[str, Raw]:
 
 def _with(body: bytes, request: InferenceRequest, members: Mapping[str, Raw]) -> LegBody:
     """`body`, an object, with these members. The JSON of all others stays, but not the space between them."""
-    known: Mapping[str, Raw] | None = None
+    present_members: Mapping[str, Raw] | None = None
     if body is request.body:
-        known = None if request.outline else request.members
+        present_members = None if request.outline else request.members
     elif len(body) <= _DECODED_BYTES:
-        known = _decode_params(body)
-    if known is not None:
-        return LegBody(_encode({**known, **members}))
+        present_members = _decode_params(body)
+    if present_members is not None:
+        return LegBody(_encode({**present_members, **members}))
     # To replace members would cost a decoding of the body. Of several members with one name the last one
     # counts, for Python's json (and so for vLLM) and msgspec.
     return _appended(body, b"," + _encode(members)[1:])

@@ -50,7 +50,7 @@ class Preamble(Struct):
     """The first token has arrived."""
     token_at: int = 0
     """Where its event begins in the stream, once it has arrived."""
-    _rest: bytes = b""
+    _unfinished: bytes = b""
     """The end of the bytes so far, which the next ones continue."""
     _is_known: bool = False
     """Within an event of `kinds`, of which only the end matters."""
@@ -62,7 +62,7 @@ class Preamble(Struct):
         """
         self.size += len(data)
         if not self.is_over:
-            self.is_over = self._has_token(self._rest + data if self._rest else data)
+            self.is_over = self._has_token(self._unfinished + data if self._unfinished else data)
         return not self.is_over
 
     def _has_token(self, data: bytes) -> bool:
@@ -71,14 +71,14 @@ class Preamble(Struct):
             if self._is_known:
                 blank = _BLANK_LINE(data, at)
                 if blank is None:
-                    self._rest = data[max(at, len(data) - _OVERLAP) :]
+                    self._unfinished = data[max(at, len(data) - _OVERLAP) :]
                     return False
                 self._is_known = False
                 at = blank.end()
             end = _LINE_END(data, at)
             if end is None:
-                self._rest = rest = data[at:]
-                if not rest or self._may_go_on(rest):
+                self._unfinished = line_start = data[at:]
+                if not line_start or self._may_go_on(line_start):
                     return False
                 break
             if self._is_token(data[at : end.start()]):
@@ -86,12 +86,12 @@ class Preamble(Struct):
             # Within an event the search for its end begins with the end of this line.
             at = end.start() if self._is_known else end.end()
         self.token_at = self.size - len(data) + at
-        self._rest = b""
+        self._unfinished = b""
         return True
 
-    def _may_go_on(self, rest: bytes) -> bool:
-        """Whether a line that begins with `rest` may be part of a preamble."""
-        return rest[0] in _STARTS and (bool(self.kinds) or not rest.startswith(b"data:"))
+    def _may_go_on(self, line_start: bytes) -> bool:
+        """Whether a line that begins with `line_start` may be part of a preamble."""
+        return line_start[0] in _STARTS and (bool(self.kinds) or not line_start.startswith(b"data:"))
 
     def _is_token(self, line: bytes) -> bool:
         """Whether this line belongs to an event that is no preamble."""

@@ -96,7 +96,7 @@ class SeenBodies:
 
     def continued(self, endpoint: Endpoint, body: bytes) -> InferenceRequest | None:
         """Like `read` if the body's prefix is known; otherwise None, and nothing has been decoded."""
-        known, hashed, view = self._prefixes, xxh3_64_intdigest, memoryview(body)
+        prefixes, hashed, view = self._prefixes, xxh3_64_intdigest, memoryview(body)
         # A prefix is rendered by the rules of its endpoint.
         digest, size = self._seed ^ endpoint.is_anthropic, self._block_bytes
         digests = [
@@ -104,29 +104,29 @@ class SeenBodies:
             for start in range(0, len(body) - size + 1, size)
         ]
         deepest = len(digests)
-        while deepest and digests[deepest - 1] not in known:
+        while deepest and digests[deepest - 1] not in prefixes:
             deepest -= 1
         for new in digests[deepest:]:
-            known[new] = None
+            prefixes[new] = None
         request = None
         if deepest:
             latest = digests[deepest - 1]
-            found = known[latest]
-            known.move_to_end(latest)
-            if found is not None:
-                request = self._continue(endpoint, body, found)
+            prefix = prefixes[latest]
+            prefixes.move_to_end(latest)
+            if prefix is not None:
+                request = self._continue(endpoint, body, prefix)
             else:
                 request = self._learn(endpoint, body, digests[:deepest])
-        while len(known) > self._max_blocks or self._kept_bytes > self._max_bytes:
-            self._store(next(iter(known)), None)
+        while len(prefixes) > self._max_blocks or self._kept_bytes > self._max_bytes:
+            self._store(next(iter(prefixes)), None)
         return request
 
     def _continue(self, endpoint: Endpoint, body: bytes, base: PromptPrefix) -> InferenceRequest | None:
         """Parse a body that starts with the prefix `base`; None if it must be parsed as a whole."""
-        rest = self._decode_rest(body, base.opened, base.end)
-        if rest is None:
+        remainder = self._decode_rest(body, base.opened, base.end)
+        if remainder is None:
             return None
-        decoded, messages, outline = rest
+        decoded, messages, outline = remainder
         if self._head(endpoint, decoded) != base.head:
             return None
         self._check_count(base.messages + len(messages))
@@ -144,17 +144,17 @@ class SeenBodies:
 
         The prefix ends with the last complete message in these blocks. None if there is none.
         """
-        latest, before = digests[-1], _EMPTY
+        latest, shorter = digests[-1], _EMPTY
         for digest in reversed(digests[:-1]):
-            found = self._prefixes.get(digest)  # a shorter prefix may have been evicted earlier
-            if found is not None:
-                before = found
+            candidate = self._prefixes.get(digest)  # a shorter prefix may have been evicted earlier
+            if candidate is not None:
+                shorter = candidate
                 break
-        self._store(latest, before)  # replaced below if a longer prefix is found
+        self._store(latest, shorter)  # replaced below if a longer prefix is found
         limit = len(digests) * self._block_bytes
         request = None
-        if before.end:
-            request = self._learn_from(endpoint, body, before, before.opened, limit, latest)
+        if shorter.end:
+            request = self._learn_from(endpoint, body, shorter, shorter.opened, limit, latest)
         if request is None:
             at = body.find(_NAME, 0, _SEARCH_BYTES)
             match = _MESSAGES_START(body, at) if at >= 0 else None
@@ -165,22 +165,22 @@ class SeenBodies:
     def _learn_from(
         self, endpoint: Endpoint, body: bytes, base: PromptPrefix | None, opened: int, limit: int, digest: int
     ) -> InferenceRequest | None:
-        found, end = self._complete_messages(body, opened if base is None else base.end, opened, limit)
-        rest = self._decode_rest(body, opened, end) if found else None
-        if rest is None:
+        complete, end = self._complete_messages(body, opened if base is None else base.end, opened, limit)
+        remainder = self._decode_rest(body, opened, end) if complete else None
+        if remainder is None:
             return None
-        decoded, messages, outline = rest
+        decoded, messages, outline = remainder
         head = self._head(endpoint, decoded)
         if base is None:
             base = PromptPrefix(opened, opened, head, head)
         elif head != base.head:
             return None
-        count = base.messages + len(found)
+        count = base.messages + len(complete)
         self._check_count(count + len(messages))
-        added = rendered(found, self._bounded, endpoint.is_anthropic)
+        added = rendered(complete, self._bounded, endpoint.is_anthropic)
         others = rendered(messages, self._bounded, endpoint.is_anthropic)
         request, tail = _request_and_tail(endpoint, body, decoded, base, [*added, *others])
-        size = len(base.rest) + sum(map(len, map(_view, added)))
+        size = len(base.kept_tail) + sum(map(len, map(_view, added)))
         cut = size - size % self._cut_bytes
         grown = PromptPrefix(opened, end, head, tail[cut:size], base.whole_bytes + cut, messages=count)
         grown.has_media = base.has_media or MEDIA_MARK in tail[:size]
@@ -209,10 +209,12 @@ class SeenBodies:
             if body[stop - 1] == _COMMA:
                 try:
                     # Decoding fails unless these bytes are elements of one array.
-                    found = self._bounded.messages(b"".join([b"[", memoryview(body)[start : stop - 1], b"]"]))
+                    messages = self._bounded.messages(
+                        b"".join([b"[", memoryview(body)[start : stop - 1], b"]"])
+                    )
                 except UNREADABLE:
                     continue
-                return found, end
+                return messages, end
         return [], 0
 
     def _decode_rest(self, body: bytes, opened: int, end: int) -> tuple[Body, list[Message], bytes] | None:
@@ -243,9 +245,9 @@ class SeenBodies:
 
     def _store(self, digest: int, prefix: PromptPrefix | None) -> None:
         """Store `prefix` under `digest`; None removes the entry."""
-        before = self._prefixes.pop(digest, None)
-        if before is not None:
-            self._kept_bytes -= self._size(before)
+        replaced = self._prefixes.pop(digest, None)
+        if replaced is not None:
+            self._kept_bytes -= self._size(replaced)
         if prefix is not None:
             self._prefixes[digest] = prefix
             self._kept_bytes += self._size(prefix)
@@ -255,7 +257,7 @@ class SeenBodies:
         return (
             _OVERHEAD_BYTES
             + len(prefix.head)
-            + len(prefix.rest)
+            + len(prefix.kept_tail)
             + 90 * (prefix.whole_bytes // self._cut_bytes)
         )
 
@@ -265,7 +267,7 @@ def _request_and_tail(
 ) -> tuple[InferenceRequest, bytes]:
     """The request without its prompt, and the rendered prompt from byte `base.whole_bytes` on."""
     decoded.messages = UNSET
-    return as_request(endpoint, body, decoded, is_chat=True), b"".join([base.rest, *parts])
+    return as_request(endpoint, body, decoded, is_chat=True), b"".join([base.kept_tail, *parts])
 
 
 _MAX_SEARCHED_BYTES: Final = 4_194_304

@@ -44,7 +44,7 @@ _is_media = re.compile(
 ).search
 
 
-class _Part(Struct, gc=False):
+class _ContentPart(Struct, gc=False):
     text: Raw | UnsetType = UNSET
     type: Raw | UnsetType = UNSET
     tool_use_id: Raw | UnsetType = UNSET
@@ -53,7 +53,7 @@ class _Part(Struct, gc=False):
 
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
-_decode_part = msgspec.json.Decoder(_Part).decode
+_decode_part = msgspec.json.Decoder(_ContentPart).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_id_lists = msgspec.json.Decoder(list[list[int]]).decode
 
@@ -90,7 +90,7 @@ class PromptPrefix(Struct, eq=False, weakref=True):
     """Where the next message begins in the body."""
     head: bytes
     """The rendered parts before the messages."""
-    rest: bytes
+    kept_tail: bytes
     """The rendered prefix from byte `whole_bytes` on."""
     whole_bytes: int = 0
     """Bytes of the rendered prefix that are not kept."""
@@ -158,8 +158,8 @@ def read_prompts(
         return (yield from _read_prompt_field(fields["prompt"], bounded, "prompt"))
     if "input" in fields:
         return (yield from _read_input_field(head, fields["input"], bounded))
-    rest = [fields[name] for name in _AFTER_MESSAGES if name in fields]
-    return (Prompt(b"".join([*rest, *head])),) if rest else ()
+    other_fields = [fields[name] for name in _AFTER_MESSAGES if name in fields]
+    return (Prompt(b"".join([*other_fields, *head])),) if other_fields else ()
 
 
 def rendered_head(
@@ -201,7 +201,7 @@ def rendered(
 
     Raises OverLimit if their contents have more parts than `bounded` allows.
     """
-    left = sys.maxsize if bounded is None else bounded.limits.max_content_parts
+    remaining_parts = sys.maxsize if bounded is None else bounded.limits.max_content_parts
     parts: list[bytes | Raw] = []
     add = parts.append
     for role, content, *others in map(astuple, messages):
@@ -213,11 +213,13 @@ def rendered(
             parts += [value for value in others[:3] if value is not UNSET]
         if content is not UNSET:
             if memoryview(content)[0] == _LIST:
-                if bounded is not None and len(memoryview(content)) > left:
-                    bounded.parts(content, left)
-                found = _render_content(content, role == _SYSTEM, is_anthropic, bounded, left)
-                left -= len(found)
-                parts += found
+                if bounded is not None and len(memoryview(content)) > remaining_parts:
+                    bounded.parts(content, remaining_parts)
+                content_parts = _render_content(
+                    content, role == _SYSTEM, is_anthropic, bounded, remaining_parts
+                )
+                remaining_parts -= len(content_parts)
+                parts += content_parts
             elif role == _SYSTEM:
                 add(_shown(content, whole=is_anthropic))
             else:
@@ -232,31 +234,31 @@ def _render_content(
     is_system: bool,
     whole: bool,
     bounded: Bounded | None = None,
-    left: int = sys.maxsize,
+    remaining_parts: int = sys.maxsize,
     *,
     is_result: bool = False,
 ) -> list[bytes | Raw]:
     """The rendered parts of a content list: text as written, large other parts as hashes.
 
     `whole`: see `shown_system_text`. `is_result`: it is the content of a tool's result, which has no further
-    result inside. Raises OverLimit if a tool's result has more than `left` parts.
+    result inside. Raises OverLimit if a tool's result has more than `remaining_parts` parts.
     """
     try:
         items = _decode_items(content)
     except UNREADABLE:
         return [content]
     parts: list[bytes | Raw] = []
-    for part in items:
-        read: _Part | None = None
+    for content_part in items:
+        read: _ContentPart | None = None
         try:
-            read = _decode_part(part)
+            read = _decode_part(content_part)
             text = read.text
         except UNREADABLE:
-            text = part if memoryview(part)[0] == _QUOTE else UNSET
+            text = content_part if memoryview(content_part)[0] == _QUOTE else UNSET
         if text is not UNSET and memoryview(text)[0] == _QUOTE:
             parts.append(shown_system_text(text, whole=whole) if is_system else text)
             continue
-        seen = without_marks(part)
+        seen = without_marks(content_part)
         view = memoryview(seen)
         if len(view) > _MAX_PLAIN_PART_BYTES and read is not None and _is_of_a_tool(read) and not is_result:
             result = read.content
@@ -264,8 +266,8 @@ def _render_content(
                 parts.append(seen)
                 continue
             # Its parts may be images.
-            if bounded is not None and len(memoryview(result)) > left:
-                bounded.parts(result, left)
+            if bounded is not None and len(memoryview(result)) > remaining_parts:
+                bounded.parts(result, remaining_parts)
             parts += [value for value in (read.type, read.tool_use_id) if value is not UNSET]
             parts += _render_content(result, is_system=False, whole=False, is_result=True)
             continue
@@ -276,8 +278,8 @@ def _render_content(
     return parts
 
 
-def _is_of_a_tool(part: _Part) -> bool:
-    kind = part.type
+def _is_of_a_tool(content_part: _ContentPart) -> bool:
+    kind = content_part.type
     return kind is not UNSET and bytes(memoryview(kind)[: len(_TOOL_PARTS[0]) + 1]) in _TOOL_PARTS
 
 
@@ -288,24 +290,24 @@ def _read_prompt_field(raw: Raw, bounded: Bounded | None, name: str) -> PromptSt
         return (Prompt(data),)
     if len(data) > SMALL_BYTES:
         return (yield from _read_large_prompt_field(data, bounded or Bounded(), name))
-    found: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]
     try:
         return (_token_id_prompt(_decode_ids(raw)),)
     except UNREADABLE:
         pass
     try:
-        found = tuple(_token_id_prompt(ids) for ids in _decode_id_lists(raw))
+        prompts = tuple(_token_id_prompt(ids) for ids in _decode_id_lists(raw))
     except UNREADABLE:
-        found = tuple(Prompt(bytes(item)) for item in _decode_items(raw))
-    if bounded is not None and len(found) > bounded.limits.max_prompts:
+        prompts = tuple(Prompt(bytes(item)) for item in _decode_items(raw))
+    if bounded is not None and len(prompts) > bounded.limits.max_prompts:
         raise bounded.over("max_prompts", "prompts", name)
-    return found
+    return prompts
 
 
 def _read_large_prompt_field(data: bytes, bounded: Bounded, name: str) -> PromptSteps:
     """Like `_read_prompt_field`, in steps, for a list that is not small."""
-    first = data[1:1025].lstrip()[:1]
-    if first not in (b"[", b'"', b"{"):
+    first_byte = data[1:1025].lstrip()[:1]
+    if first_byte not in (b"[", b'"', b"{"):
         ids = array("I")
         try:
             yield from bounded.token_ids(data, ids, name)
@@ -316,7 +318,7 @@ def _read_large_prompt_field(data: bytes, bounded: Bounded, name: str) -> Prompt
             pass
     items = bounded.prompts(data, name)
     yield
-    if first != b"[":
+    if first_byte != b"[":
         return tuple(Prompt(bytes(item)) for item in items)
     ids, ends = array("I"), [0]
     try:

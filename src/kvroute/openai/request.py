@@ -41,7 +41,7 @@ _MAX_BOUNDARY_BYTES: Final = 256
 """RFC 2046 allows 70."""
 
 
-def form_places(body: bytes, content_type: str, max_parts: int = MAX_FORM_PARTS) -> dict[str, slice]:
+def form_spans(body: bytes, content_type: str, max_parts: int = MAX_FORM_PARTS) -> dict[str, slice]:
     """Map the name of each part to the place of its value in the body.
 
     Files and values of 64 KiB or more are left out; of equal names the last one counts. Raises InvalidRequest
@@ -52,7 +52,7 @@ def form_places(body: bytes, content_type: str, max_parts: int = MAX_FORM_PARTS)
     if kind != b"multipart/form-data" or not boundary or len(boundary) > _MAX_BOUNDARY_BYTES:
         raise InvalidRequest("This endpoint takes a multipart/form-data body.", param="content-type")
     delimiter = b"\r\n--" + boundary
-    found: dict[str, slice] = {}
+    spans: dict[str, slice] = {}
     # Like python-multipart, with which vLLM reads forms: only line breaks are allowed before the first
     # boundary, and nothing between a boundary and the end of its line.
     at = len(body[:_MAX_HEAD_BYTES]) - len(body[:_MAX_HEAD_BYTES].lstrip(b"\r\n"))
@@ -77,9 +77,9 @@ def form_places(body: bytes, content_type: str, max_parts: int = MAX_FORM_PARTS)
             break  # the form is cut off: the worker reports the error
         name = _name(body[at + 2 : head])
         if name is not None and end - begin <= _MAX_FIELD_BYTES:
-            found[name] = slice(begin, end)
+            spans[name] = slice(begin, end)
         at = end + len(delimiter)
-    return found
+    return spans
 
 
 def _name(head: bytes) -> str | None:
@@ -123,7 +123,7 @@ _NO_HEAD = (UNSET,) * 6
 _NO_SESSION = (UNSET,) * 5
 _NO_CACHE_FIELDS = (UNSET,) * 6
 _NO_ENGINE_MEMBERS = (UNSET,) * 3
-_SESSION_PLACES = {name: place for place, name in enumerate(SESSION_MEMBERS)}
+_SESSION_INDEXES = {name: index for index, name in enumerate(SESSION_MEMBERS)}
 _QUOTE, _OBJECT = b'"{'
 _SMALL_BYTES = 65_536
 _MAX_TEXT_BYTES = 4_096
@@ -157,7 +157,7 @@ class InferenceRequest(Struct, eq=False, gc=False):
     engine_members: Sequence[Raw | UnsetType] | None = None
     """The values of `ENGINE_MEMBERS`; None if the body has none of them."""
     form: Mapping[str, str] = _NO_FORM
-    model_place: slice | None = None
+    model_span: slice | None = None
     """Where a form's `model` is in the body."""
     seen: SeenPrompt | None = None
     """The prompt, if the prefix of the body is known. Then the messages are not decoded yet."""
@@ -226,11 +226,11 @@ class InferenceRequest(Struct, eq=False, gc=False):
         Raises InvalidRequest if it is too long. Costs a decoding of the body (see `members`), unless the path
         begins with one of `SESSION_MEMBERS`.
         """
-        head, _, rest = path.partition(".")
-        session, place = self.session, _SESSION_PLACES.get(head)
+        head, _, subpath = path.partition(".")
+        session, index = self.session, _SESSION_INDEXES.get(head)
         raw: Raw | UnsetType | None
-        if session is not None and place is not None:
-            raw = session[place] if session else None
+        if session is not None and index is not None:
+            raw = session[index] if session else None
         elif self.is_read:
             try:
                 raw = self.members.get(head)
@@ -240,7 +240,7 @@ class InferenceRequest(Struct, eq=False, gc=False):
             return self.form.get(path)
         if raw is UNSET:
             return None
-        for key in rest.split(".") if rest else ():
+        for key in subpath.split(".") if subpath else ():
             if raw is None:
                 return None
             raw = _member(raw, key)
@@ -276,15 +276,15 @@ def _parse_form(
     endpoint: Endpoint, body: bytes, content_type: str, bounded: Bounded | None
 ) -> InferenceRequest:
     max_parts = MAX_FORM_PARTS if bounded is None else bounded.limits.max_form_parts
-    places = form_places(body, content_type, max_parts)
-    form = {name: body[place].decode("utf-8", "replace") for name, place in places.items()}
+    spans = form_spans(body, content_type, max_parts)
+    form = {name: body[span].decode("utf-8", "replace") for name, span in spans.items()}
     return InferenceRequest(
         endpoint,
         body,
         form.get("model") or None,
         form.get("stream") == "true",
         form=form,
-        model_place=places.get("model"),
+        model_span=spans.get("model"),
     )
 
 
@@ -423,10 +423,10 @@ def may_direct_engine(body: bytes, *, is_decodable: bool = True) -> bool:
     if not is_decodable:
         return True
     try:
-        _, *found = astuple(_decode_named(body))
+        _, *members = astuple(_decode_named(body))
     except UNREADABLE:
         return True
-    return any(each is not UNSET for each in found)
+    return any(member is not UNSET for member in members)
 
 
 def _parse_with_python(endpoint: Endpoint, body: bytes) -> InferenceRequest:

@@ -51,7 +51,7 @@ class TopLevelMember:
         only: Any = msgspec.defstruct("Only", [("value", Raw)], rename={"value": name})
         self._decode = msgspec.json.Decoder(only).decode
 
-    def place(self, body: bytes, value: bytes) -> slice | None:
+    def locate(self, body: bytes, value: bytes) -> slice | None:
         """Where `value`, the member's value, is in the object `body`; None if that cannot be decided.
 
         Of several members with this name it is the last one, as for Python's json and msgspec. Costs two
@@ -63,29 +63,29 @@ class TopLevelMember:
             if after is not None and body.startswith(value, after.end()):
                 return slice(after.end(), after.end() + len(value))
         pattern = re.escape(self._key) + rb"\s*:\s*(" + re.escape(value) + rb")"
-        found = list(islice(re.finditer(pattern, body), _MAX_CANDIDATES + 1))
-        if len(found) > _MAX_CANDIDATES:
+        candidates = list(islice(re.finditer(pattern, body), _MAX_CANDIDATES + 1))
+        if len(candidates) > _MAX_CANDIDATES:
             return None
         # Nested objects may have equal members. So each value is replaced by a number, and the decoder
         # returns the number of the top-level member.
         parts: list[bytes | memoryview] = []
         view, at = memoryview(body), 0
-        for number, match in enumerate(found):
+        for number, match in enumerate(candidates):
             parts += (view[at : match.start(1)], b"%d" % number)
             at = match.end(1)
         try:
             read = bytes(self._decode(b"".join([*parts, view[at:]])).value)
         except UNREADABLE:
             return None
-        if not read.isdigit() or int(read) >= len(found):  # the member's name is written with escapes
+        if not read.isdigit() or int(read) >= len(candidates):  # the member's name is written with escapes
             return None
-        return slice(*found[int(read)].span(1))
+        return slice(*candidates[int(read)].span(1))
 
 
-def with_value(body: bytes, place: slice, value: bytes) -> bytes:
-    """`body` with other bytes at `place`. Copies the body once."""
+def with_value(body: bytes, span: slice, value: bytes) -> bytes:
+    """`body` with other bytes at `span`. Copies the body once."""
     view = memoryview(body)
-    return b"".join([view[: place.start], value, view[place.stop :]])
+    return b"".join([view[: span.start], value, view[span.stop :]])
 
 
 def with_members(
@@ -100,11 +100,11 @@ def with_members(
     added = []
     for member, value in members.items():
         old = there.get(member)
-        place = member.place(body, bytes(old)) if old is not None and len(body) <= _LARGE_BYTES else None
-        if place is None:
+        span = member.locate(body, bytes(old)) if old is not None and len(body) <= _LARGE_BYTES else None
+        if span is None:
             added.append(b'"%b":%b' % (member.name.encode(), value))
         else:
-            body = with_value(body, place, value)
+            body = with_value(body, span, value)
     if not added:
         return body
     end = len(body.rstrip(_BLANK)) - 1
@@ -124,17 +124,17 @@ def with_model(request: InferenceRequest, model: str) -> bytes:
         return _in_form(request, model)
     if request.fields is None or "model" not in request.fields:
         raise InvalidRequest("A body that is not plain JSON cannot use a model alias.", param="model")
-    place = _MODEL.place(request.body, bytes(request.fields["model"]))
-    if place is None:
+    span = _MODEL.locate(request.body, bytes(request.fields["model"]))
+    if span is None:
         raise InvalidRequest("The `model` field of this body cannot be replaced by its alias.", param="model")
-    return with_value(request.body, place, msgspec.json.encode(model))
+    return with_value(request.body, span, msgspec.json.encode(model))
 
 
 def _in_form(request: InferenceRequest, model: str) -> bytes:
-    place = request.model_place
-    if place is None:
+    span = request.model_span
+    if span is None:
         raise InvalidRequest("The `model` field of this form cannot be replaced by its alias.", param="model")
-    return with_value(request.body, place, model.encode())
+    return with_value(request.body, span, model.encode())
 
 
 PREFIX: Final = "kvroute-lora-"
@@ -156,8 +156,8 @@ def key_space(salt: str, adapter: str, revision: str, tenant: str = "") -> str:
     # a name cannot use it.
     parts = (tenant, salt, adapter, revision) if tenant else (salt, adapter, revision)
     digest = blake2b(digest_size=20)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
+    for component in parts:
+        encoded = component.encode("utf-8", "surrogatepass")
         digest.update(b"%d:%b" % (len(encoded), encoded))
     return (TENANT_PREFIX if tenant else PREFIX) + digest.hexdigest()
 
@@ -265,11 +265,11 @@ def check_uses_no_key_space(request: InferenceRequest) -> None:
     """Raise InvalidRequest if the client's own salt or parameters use a key space of this gateway."""
     cache_salt_of(request)  # refuses a long one
     salt = request.cache_salt
-    if salt is not None and (found := _mentions(salt)):
-        raise InvalidRequest(f"`cache_salt` must not contain {found!r}.", param=_SALT.name)
+    if salt is not None and (mention := _mentions(salt)):
+        raise InvalidRequest(f"`cache_salt` must not contain {mention!r}.", param=_SALT.name)
     params = transfer_params_of(request)
-    if params is not None and (found := _mentions(params)):
-        raise InvalidRequest(f"`kv_transfer_params` must not contain {found!r}.", param=_PARAMS.name)
+    if params is not None and (mention := _mentions(params)):
+        raise InvalidRequest(f"`kv_transfer_params` must not contain {mention!r}.", param=_PARAMS.name)
 
 
 def _mentions(raw: Raw) -> str:
@@ -282,7 +282,7 @@ def _mentions(raw: Raw) -> str:
         plain = json.dumps(json.loads(bytes(raw)))
     except (ValueError, RecursionError):
         return PREFIX
-    return next((each for each in (TAG, PREFIX, TENANT_PREFIX) if each in plain), "")
+    return next((marker for marker in (TAG, PREFIX, TENANT_PREFIX) if marker in plain), "")
 
 
 def _tagged(params: Raw | None, space: str) -> bytes:

@@ -87,7 +87,7 @@ def without_marks(value: Raw) -> Raw | bytes:
     if len(view) <= 2 * _MARKED_BYTES:
         data = bytes(view)
         return _marks(b"", data) if _MARK in data else value
-    first, last = bytes(view[:_MARKED_BYTES]), bytes(view[-_MARKED_BYTES:])
-    if _MARK not in first and _MARK not in last:
+    head, tail = bytes(view[:_MARKED_BYTES]), bytes(view[-_MARKED_BYTES:])
+    if _MARK not in head and _MARK not in tail:
         return value
-    return b"".join([_marks(b"", first), view[_MARKED_BYTES:-_MARKED_BYTES], _marks(b"", last)])
+    return b"".join([_marks(b"", head), view[_MARKED_BYTES:-_MARKED_BYTES], _marks(b"", tail)])

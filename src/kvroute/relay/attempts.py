@@ -214,7 +214,7 @@ class Attempts(Struct, eq=False):
 
     def may_begin_after(self, worker: Worker, error: UpstreamError) -> bool:
         """Account for a failed attempt. Returns whether another worker may begin to compute the request."""
-        if not error.sent:
+        if not error.was_sent:
             return True
         self._record.begun += 1
         self.report_lost(worker, error)

@@ -90,7 +90,7 @@ class BodyReader:
     def __init__(self, planner: Planner, metrics: Metrics, bounded: Bounded) -> None:
         self._planner = planner
         self._metrics = metrics
-        self._observe_bytes = metrics.request_bytes.later  # looked up once, not for each request
+        self._observe_bytes = metrics.request_bytes.append  # looked up once, not for each request
         self._bounded = bounded
         self._max_messages = bounded.limits.max_messages
         self._seen = SeenBodies(seed=secrets.randbits(64), cut_bytes=ANCHOR_BYTES, bounded=bounded)
@@ -247,7 +247,7 @@ class DataPlane:
         self._isolates_tenants = planner.isolates_tenants
         # Looked up once, not for each request.
         self._now = deps.clock.now
-        self._observe_routing_time = deps.metrics.routing_time.later
+        self._observe_routing_time = deps.metrics.routing_time.append
         self._preparing: set[asyncio.Task[None]] = set()
         self._not_isolated_paths: set[str] = set()
         """Endpoints for which the warning of `_warn_not_isolated` was logged."""

@@ -49,7 +49,7 @@ from kvroute.request.streams import (
 )
 from kvroute.request.wait_queue import WaitQueue
 from kvroute.routing.strategy import Candidate
-from kvroute.tallies import Spread
+from kvroute.tallies import FastHistogram
 from kvroute.tokens.estimate import TokenEstimator
 from kvroute.upstream.headers import ANSWERED_HERE, HOP_BY_HOP, response_headers
 from kvroute.upstream.response import UpstreamResponse, unframed
@@ -121,7 +121,7 @@ class Exchange(Struct, eq=False):
     """Parts of the response that `_preamble` has read."""
     _awaits_token: bool = False
     """The preamble was passed on, and the first token has not arrived."""
-    _gaps: Spread | None = None
+    _gaps: FastHistogram | None = None
     """For an event stream: the histogram of the times between its chunks."""
     _write_framed: Callable[[bytes], None] | None = None
     """Writes chunks of an event stream that already have their framing."""

@@ -185,7 +185,7 @@ class CacheReports:
         )
         self.counts.forwarded += 1
 
-    def left(self, server: str) -> None:
+    def server_left(self, server: str) -> None:
         self._refuse(server, "the server has left")
         self._channel.publish(CacheServerLeft(server))
         self.counts.forwarded += 1
@@ -268,8 +268,9 @@ class CacheReports:
         for server in [name for name, copy in self._copies.items() if now - copy.began_at > _COPY_S]:
             self._refuse(server, f"it took longer than {_COPY_S:.0f} s")
         instances = [] if self._coordinator is None else self._coordinator.instances()
-        incomplete = [each for each in instances if each.trust is not MapTrust.WHOLE]
-        self._asked = {each.id: self._asked[each.id] for each in incomplete if each.id in self._asked}
+        incomplete = [instance for instance in instances if instance.trust is not MapTrust.WHOLE]
+        asked_ids = [instance.id for instance in incomplete if instance.id in self._asked]
+        self._asked = {server: self._asked[server] for server in asked_ids}
         for instance in incomplete:
             self._ask(instance)
 
@@ -294,9 +295,9 @@ class CacheReports:
     def _on_alive(self, peer: PeerId, message: CacheServerAlive) -> None:
         assert self._coordinator is not None
         self.counts.followed += 1
-        known = self._pieces.get(message.server)
-        if known is not None and message.is_whole and known[:2] == (message.incarnation, message.seq):
-            self._miss(message.server, known)  # the last pieces of the last batch
+        expected = self._pieces.get(message.server)
+        if expected is not None and message.is_whole and expected[:2] == (message.incarnation, message.seq):
+            self._miss(message.server, expected)  # the last pieces of the last batch
         is_needed = self._coordinator.follow(message, str(peer))
         instance = self._instance(message.server)
         if is_needed and instance is not None:
@@ -320,16 +321,16 @@ class CacheReports:
             entries_of(message.runs),
             message.shared,
         )
-        known = self._pieces.get(message.server)
+        expected = self._pieces.get(message.server)
         if message.piece == 0:
-            if known is not None and known[:2] != (message.incarnation, message.seq):
-                self._miss(message.server, known)  # the last pieces of the batch before
+            if expected is not None and expected[:2] != (message.incarnation, message.seq):
+                self._miss(message.server, expected)  # the last pieces of the batch before
             if coordinator.admit(batch, str(peer)) is not BatchOutcome.APPLIED:
                 return
-        elif known != (message.incarnation, message.seq, message.piece):
+        elif expected != (message.incarnation, message.seq, message.piece):
             instance = self._instance(message.server)
             at = (-1, 0) if instance is None else _position(instance)
-            if known is not None or at < (message.incarnation, message.seq):
+            if expected is not None or at < (message.incarnation, message.seq):
                 self._miss(message.server, (message.incarnation, message.seq))
             return  # otherwise it was in the state of another member
         self.counts.followed += 1
@@ -353,8 +354,8 @@ class CacheReports:
 
     def _next_piece(self, server: str, incarnation: int, seq: int, *, is_last: bool) -> int:
         """The number of this piece; the next one is expected, if it is not the last one."""
-        known = self._pieces.pop(server, None)
-        piece = known[2] if known is not None and known[:2] == (incarnation, seq) else 0
+        expected = self._pieces.pop(server, None)
+        piece = expected[2] if expected is not None and expected[:2] == (incarnation, seq) else 0
         if not is_last:
             self._pieces[server] = incarnation, seq, piece + 1
         return piece
@@ -424,11 +425,11 @@ class CacheReports:
             self._channel.send(peer, CacheServerStateEnd(server, messages, is_valid))
 
     def _on_state(self, peer: PeerId, state: CacheServerState) -> None:
-        instance, known = self._instance(state.server), self._copies.get(state.server)
-        sent = state.incarnation, state.seq
-        if instance is not None and instance.doubt is None and _position(instance) >= sent:
+        instance, copy = self._instance(state.server), self._copies.get(state.server)
+        position = state.incarnation, state.seq
+        if instance is not None and instance.doubt is None and _position(instance) >= position:
             return  # the answer to a question that another member has answered
-        if known is not None and known.peer != peer:
+        if copy is not None and copy.peer != peer:
             return
         self._refuse(state.server, "its sender has begun again")
         assert self._coordinator is not None
@@ -479,11 +480,11 @@ class CacheReports:
         server, problem = copy.map.state.server, ""
         number = min(copy.since, self._applied - len(self._recent))
         while not problem and number < self._applied:
-            place = number - (self._applied - len(self._recent))
-            if place < 0:
+            index = number - (self._applied - len(self._recent))
+            if index < 0:
                 problem = "LMCache reports too much at once"
-            elif number >= copy.since or self._recent[place].instance_id == server:
-                problem = copy.map.apply(self._recent[place])
+            elif number >= copy.since or self._recent[index].instance_id == server:
+                problem = copy.map.apply(self._recent[index])
                 yield
             number += 1
         copy.is_open = True
@@ -507,7 +508,7 @@ class CacheReports:
         if open_batch is not None and instance is not None and open_batch[:2] != _position(instance):
             del self._pieces[server]
 
-    def _refuse(self, server: str, why: str) -> None:
+    def _refuse(self, server: str, reason: str) -> None:
         """Drop a copy that is arriving, if there is one. What it has added to L2 pools stays; it is right."""
         copy = self._copies.pop(server, None)
         if copy is None:
@@ -515,7 +516,7 @@ class CacheReports:
         copy.map.memory.clear()
         self._settled.set()
         self.counts.refused += 1
-        log.info("a copy of the map of LMCache server %s was refused: %s", server, why)
+        log.info("a copy of the map of LMCache server %s was refused: %s", server, reason)
 
     def _chunk_tokens(self, server: str) -> int:
         instance = self._instance(server)
@@ -533,11 +534,11 @@ def _position(of: LMCacheServer | CacheServerWanted) -> tuple[int, int]:
 
 def _stores_of(instance: LMCacheServer) -> Iterator[CacheServerStore | None]:
     """The content of a server's stores; None after a step of about 1 ms without a message."""
-    pools = [(pool.held, backend, not pool.owner) for backend, pool in instance.pools.items()]
-    for held, backend, shared in [(instance.memory, "", False), *pools]:
-        yield CacheServerStore(instance.id, backend, shared, held.layouts(), b"", [])
+    pools = [(pool.chunks, backend, not pool.owner) for backend, pool in instance.pools.items()]
+    for chunks, backend, shared in [(instance.memory, "", False), *pools]:
+        yield CacheServerStore(instance.id, backend, shared, chunks.layouts(), b"", [])
         packed, runs, size = bytearray(), list[ChunkRun](), 0
-        for entries, some in held.contents():
+        for entries, some in chunks.contents():
             packed += entries
             runs += some
             size += len(entries) + sum(len(run.keys) for run in some)

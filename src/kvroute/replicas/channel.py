@@ -43,7 +43,7 @@ from kvroute.replicas.messages import (
     SharedMessage,
     StateBegins,
     StateEnds,
-    StateWanted,
+    StateRequest,
 )
 from kvroute.replicas.options import SharingOptions
 
@@ -74,7 +74,7 @@ class ChannelListener(PeerListener, Protocol):
 
     @property
     def has_reports(self) -> bool:
-        """Whether this process follows LMCache's reports: one that mirrors the map of another does not."""
+        """Whether this process follows LMCache's reports. False where it mirrors another process's map."""
         ...
 
     def state(self) -> Sequence[SharedMessage]:
@@ -175,7 +175,9 @@ class Channel:
                 if not self.is_up:
                     return False
                 await self._clock.sleep(BEAT_S + 4 * GATHER_S)
-                while any(each.gone_at is None and not each.is_linked for each in self._members.values()):
+                while any(
+                    member.gone_at is None and not member.is_linked for member in self._members.values()
+                ):
                     await self._wait_for_change()
         except TimeoutError:
             return False
@@ -246,8 +248,10 @@ class Channel:
     def describe(self) -> list[dict[str, Any]]:
         """This process and all other members, as JSON values."""
         standing, now = "alive" if self.is_up else "alone", self._clock.now()
-        own = describe_process(self.id, self._gateway, self._own_state(), standing, self.lag_s, self.problem)
-        return [own, *(member.describe(now) for member in self._members.values())]
+        own_row = describe_process(
+            self.id, self._gateway, self._own_state(), standing, self.lag_s, self.problem
+        )
+        return [own_row, *(member.describe(now) for member in self._members.values())]
 
     def states(self) -> dict[str, int]:
         """Number of other members by state."""
@@ -311,18 +315,18 @@ class Channel:
         self.publish(self._own_state())  # members that do not know this process ask for its state
         self._link.wake()
 
-    def on_down(self, why: str) -> None:
+    def on_down(self, reason: str) -> None:
         self._up_at = None
-        self._set_problem(why)
+        self._set_problem(reason)
 
-    def on_refused(self, why: str) -> None:
-        self._refusal = why
-        self._set_problem(why)
+    def on_refused(self, reason: str) -> None:
+        self._refusal = reason
+        self._set_problem(reason)
 
-    def _set_problem(self, why: str | None) -> None:
-        if why is not None:
+    def _set_problem(self, reason: str | None) -> None:
+        if reason is not None:
             if self.problem is None or not self._has_failed:
-                log.warning("sharing: Redis is not used because %s; this process decides alone", why)
+                log.warning("sharing: Redis is not used because %s; this process decides alone", reason)
                 self.counts.outages += 1
             if self.problem is None:
                 self._down_at = self._clock.now()
@@ -330,7 +334,7 @@ class Channel:
         elif self.problem is not None:
             alone_s = self._clock.now() - self._down_at
             log.info("sharing: in the fleet %r as %s, after %.1f s", self._options.fleet, self.name, alone_s)
-        self.problem = why
+        self.problem = reason
         self._changed.set()
 
     # Receiving
@@ -351,10 +355,10 @@ class Channel:
         self._check_number(member, envelope)
         messages, unknown = decode_payload(envelope.payload)
         self.counts.refused[Refusal.UNKNOWN] += unknown
-        self.counts.received += len(messages)
+        self.counts.messages_received += len(messages)
         member.has_signed = member.has_signed or envelope.is_signed
         if envelope.is_signed and envelope.to == self.id:
-            member.is_believed, member.unproven = True, 0
+            member.is_authenticated, member.skipped_unauthenticated = True, 0
         gone_at = member.gone_at
         for message in messages:
             if member.gone_at != gone_at or self._members.get(member.sender) is not member:
@@ -411,13 +415,13 @@ class Channel:
         elif isinstance(message, MemberState):
             member.state = message
             member.signs_all = member.signs_all or (envelope.is_signed and message.signs_all)
-        elif isinstance(message, StateWanted):
+        elif isinstance(message, StateRequest):
             self._send_state(member, message)
         elif isinstance(message, StateBegins):
             self._listener.on_state(member.id)
         elif isinstance(message, StateEnds):
             member.is_complete = True
-            if member.until > member.asked_until:  # a gap after the question
+            if member.gap_end_seq > member.asked_until:  # a gap after the question
                 self._ask(member)
             if not member.is_linked:
                 member.is_linked = True
@@ -430,9 +434,9 @@ class Channel:
             if member.gone_at is None:
                 member.has_left = True
                 self._gone(member)
-        elif isinstance(message, NEEDS_HMAC) and not (envelope.is_signed and member.is_believed):
+        elif isinstance(message, NEEDS_HMAC) and not (envelope.is_signed and member.is_authenticated):
             if envelope.is_signed:  # its answer is on the way, with all that is true now
-                member.unproven += 1
+                member.skipped_unauthenticated += 1
                 self._check_proof(member)
             else:
                 self._refuse(Refused(Refusal.UNSIGNED, "it needs an HMAC", member.sender))
@@ -458,15 +462,15 @@ class Channel:
             if oldest.gone_at is None:
                 self._gone(oldest)
             del self._members[oldest.sender]
-        before = envelope.seq - (envelope.kind is Kind.BATCH)
+        previous_seq = envelope.seq - (envelope.kind is Kind.BATCH)
         now = self._clock.now()
-        member = Member(envelope.sender, envelope.gateway, before, now, now)
+        member = Member(envelope.sender, envelope.gateway, previous_seq, now, now)
         self._members[envelope.sender] = member
         self._ask(member)
         return member
 
-    def _gap(self, member: Member, missed: int, until: int) -> None:
-        """Batches up to number `until` did not arrive."""
+    def _gap(self, member: Member, missed: int, gap_end_seq: int) -> None:
+        """Batches up to number `gap_end_seq` did not arrive."""
         member.gaps += 1
         member.missed += missed
         self.counts.missed += missed
@@ -474,21 +478,21 @@ class Channel:
             log.warning(
                 "sharing: %d batches of %s did not arrive; its state is asked for", missed, member.name
             )
-            member.is_complete, member.has = False, member.seq
-        member.until = until
+            member.is_complete, member.contiguous_seq = False, member.seq
+        member.gap_end_seq = gap_end_seq
 
     def _ask(self, member: Member) -> None:
         """Ask a member for its state, and for what was missed."""
         member.is_complete, member.asked_at = False, self._clock.now()
-        member.asked_until = member.until
-        self._emit(Kind.PRIVATE, member.sender, (StateWanted(member.has, member.until),))
+        member.asked_until = member.gap_end_seq
+        self._emit(Kind.PRIVATE, member.sender, (StateRequest(member.contiguous_seq, member.gap_end_seq),))
 
-    def _send_state(self, member: Member, wanted: StateWanted) -> None:
+    def _send_state(self, member: Member, wanted: StateRequest) -> None:
         """Answer: what the member has missed, then what is true now."""
         assert self._listener is not None
         self.flush()
-        if wanted.have != JOINS:
-            for batch in self._queue.written_between(wanted.have, wanted.until):
+        if wanted.contiguous_seq != JOINS:
+            for batch in self._queue.written_between(wanted.contiguous_seq, wanted.gap_end_seq):
                 self._queue_envelope(
                     Outgoing(Kind.MISSED, member.sender, batch.seq, batch.payload, batch.is_signed)
                 )
@@ -498,7 +502,7 @@ class Channel:
     def _gone(self, member: Member) -> None:
         assert self._listener is not None
         if member.is_complete:
-            member.has = member.until = member.seq
+            member.contiguous_seq = member.gap_end_seq = member.seq
         member.gone_at, member.is_complete = self._clock.now(), False
         if member.has_left:
             self._log(member, logging.INFO, "sharing: %s has left", member.name)
@@ -518,9 +522,9 @@ class Channel:
 
     def _refuse(self, refused: Refused) -> None:
         self.counts.refused[refused.reason] += 1
-        known = refused.sender, refused.reason
-        if known not in self._named and len(self._named) < _MAX_NAMED:
-            self._named.add(known)
+        occurrence = refused.sender, refused.reason
+        if occurrence not in self._named and len(self._named) < _MAX_NAMED:
+            self._named.add(occurrence)
             member = self._members.get(refused.sender)
             name = member.name if member is not None else refused.sender.hex() or "an unknown sender"
             log.warning("sharing: a message of %s is refused: %s", name, refused)
@@ -548,7 +552,7 @@ class Channel:
                 log.warning("sharing: drains, limits of keys, LMCache's reports: not without sharing.key")
         if not messages:
             return
-        self.counts.sent += len(messages)
+        self.counts.messages_sent += len(messages)
         for payload in encode_payloads(messages):
             if kind is Kind.BATCH:
                 self._seq += 1
@@ -585,11 +589,11 @@ class Channel:
         at = self._clock.now()
         while True:
             await self._clock.sleep(BEAT_S)
-            before, at = at, self._clock.now()
+            previous, at = at, self._clock.now()
             if self._up_at is not None:
                 self.publish(self._own_state())
                 self.flush()
-            if at - before < 2 * BEAT_S:
+            if at - previous < 2 * BEAT_S:
                 # Otherwise this process was not running: what the others have sent is still unread.
                 self._check(at)
 

@@ -29,8 +29,8 @@ from kvroute.replicas.messages import (
     ExactSent,
     Finished,
     FirstToken,
-    Groups,
-    GroupsWanted,
+    KeyGroupsAnswer,
+    KeyGroupsRequest,
     PeerId,
     PromptSent,
     SessionForgotten,
@@ -55,7 +55,7 @@ from kvroute.routing.strategy import (
 SHORT_S: Final = 3 * GATHER_S
 """A request that ends within this time is short."""
 PAUSE_S: Final = 6 * GATHER_S
-"""While most requests are short, `OwnDecisions.take` is called at this interval, and a dispatch that is
+"""While most requests are short, `DispatchPublisher.take` is called at this interval, and a dispatch that is
 younger waits for the next call."""
 _ENDED_S: Final = 20 * GATHER_S
 """A request that a `take` found ended is sent with the next other messages, or by the first `take` after this
@@ -63,7 +63,7 @@ time."""
 REPEAT_S: Final = 5.0
 """A prompt of an ended request is not sent again for the same worker within this time."""
 _MAX_SENT: Final = 4096
-"""Most entries of `OwnDecisions._sent`; with more it is emptied."""
+"""Most entries of `DispatchPublisher._sent_prompts`; with more it is emptied."""
 _MAX_INCOMPLETE: Final = 256
 """Questions for groups of keys, and prompts that wait for each of them."""
 _MAX_WAITING: Final = 1024
@@ -88,7 +88,7 @@ def _observed_strategies() -> frozenset[str]:
     return frozenset(name for name, strategy in STRATEGIES.items() if strategy.observes_dispatch)
 
 
-class OwnDecisions:
+class DispatchPublisher:
     """The router's `Observer`: gathers what this process publishes. Mutable: until `take`.
 
     It also keeps the unfinished requests, for processes that link later.
@@ -108,10 +108,10 @@ class OwnDecisions:
         """When the next `take` is due; None if the last one left nothing."""
         self.counts_repeats = False
         """Whether each use of a prompt counts somewhere (`scaling.deletion_cost`), and must be sent."""
-        self._sent: set[tuple[str, int]] = set()
+        self._sent_prompts: set[tuple[str, int]] = set()
         """Worker and last key of each prompt of an ended request that was sent since this was emptied."""
         self._forget_at = 0.0
-        """When `_sent` is emptied."""
+        """When `_sent_prompts` is emptied."""
         self._ids = count(1)
         self._unfinished: dict[int, OwnDispatch] = {}
         """By number. Only dispatches that were published."""
@@ -145,35 +145,35 @@ class OwnDecisions:
         # A request that ends first costs each other process a tenth of one that it must account for.
         young_since = now - PAUSE_S if self._are_short and not everything else inf
         observed = self._observed
-        for each in self._gathered:
-            if not isinstance(each, OwnDispatch):
-                messages.append(each)
-            elif self.counts_repeats and each.decision.handover is not None:
+        for pending in self._gathered:
+            if not isinstance(pending, OwnDispatch):
+                messages.append(pending)
+            elif self.counts_repeats and pending.decision.handover is not None:
                 # The second leg does not use a cache, so the receiver must not count it as a use. It must
                 # arrive after the first leg.
-                messages += self._published(each)
+                messages += self._published(pending)
                 others += 1
-            elif each.ended_at is not None and each.decision.strategy not in observed:
-                done.append(each)
-                if each.ended_at - each.started_at <= SHORT_S:
+            elif pending.ended_at is not None and pending.decision.strategy not in observed:
+                done.append(pending)
+                if pending.ended_at - pending.started_at <= SHORT_S:
                     short += 1
                 else:
                     others += 1
-            elif each.started_at > young_since and each.decision.strategy not in observed:
-                young.append(each)
+            elif pending.started_at > young_since and pending.decision.strategy not in observed:
+                young.append(pending)
             else:
-                messages += self._published(each)
+                messages += self._published(pending)
                 others += 1
         self._gathered = [*young]
         if short or others:
             self._are_short = short >= others
         if done and (messages or everything or now >= self._ended_due):
             self._ended = []
-            if now >= self._forget_at or len(self._sent) > _MAX_SENT:
+            if now >= self._forget_at or len(self._sent_prompts) > _MAX_SENT:
                 self._forget_at = now + REPEAT_S
-                self._sent.clear()
-            sent = None if self.counts_repeats else self._sent
-            messages += _ended_messages(done, self._groups.encode, sent)
+                self._sent_prompts.clear()
+            sent_prompts = None if self.counts_repeats else self._sent_prompts
+            messages += _ended_messages(done, self._groups.encode, sent_prompts)
         if not self._ended:
             self._ended_due = inf
         elif self._ended_due == inf:
@@ -191,9 +191,9 @@ class OwnDecisions:
 
     def cache_cleared(self, worker: str) -> None:
         """The worker's cache is empty: what it computed before is not sent as its prompts any more."""
-        for each in (*self._gathered, *self._ended):
-            if isinstance(each, OwnDispatch) and each.candidate.worker.id == worker:
-                each.is_cleared = each.ended_at is not None
+        for pending in (*self._gathered, *self._ended):
+            if isinstance(pending, OwnDispatch) and pending.candidate.worker.id == worker:
+                pending.is_cleared = pending.ended_at is not None
 
     def unfinished(self) -> list[SharedMessage]:
         """The messages that bring a newly linked process up to date with the requests in flight.
@@ -212,7 +212,7 @@ class OwnDecisions:
 class OwnDispatch(msgspec.Struct, eq=False):
     """One attempt of this process, a `ReservationListener`. Mutable: what has happened to it."""
 
-    _decisions: OwnDecisions
+    _decisions: DispatchPublisher
     query: RouteQuery
     decision: RouteDecision
     candidate: Candidate
@@ -243,13 +243,13 @@ class OwnDispatch(msgspec.Struct, eq=False):
     def messages(self, encode: _EncodeKeys) -> list[SharedMessage]:
         """The messages about what has happened until now."""
         number, query, candidate = self.number, self.query, self.candidate
-        held, prompts, exact = candidate.match, list[PromptSent](), list[ExactSent]()
+        match, prompts, exact = candidate.match, list[PromptSent](), list[ExactSent]()
         for prompt in query.prompts:
-            known, fresh = encode(prompt.keys)
-            prompts.append(PromptSent(known, pack_keys(fresh), prompt.tokens, prompt.block_tokens))
-        for each in query.exact:
-            known, fresh = encode(each.keys)
-            exact.append(ExactSent(known, pack_keys(fresh), each.key_tokens))
+            base_key, fresh = encode(prompt.keys)
+            prompts.append(PromptSent(base_key, pack_keys(fresh), prompt.tokens, prompt.block_tokens))
+        for exact_prompt in query.exact:
+            base_key, fresh = encode(exact_prompt.keys)
+            exact.append(ExactSent(base_key, pack_keys(fresh), exact_prompt.key_tokens))
         messages: list[SharedMessage] = [
             Dispatched(
                 number,
@@ -265,8 +265,8 @@ class OwnDispatch(msgspec.Struct, eq=False):
                 prompts,
                 exact,
                 query.session_key,
-                None if held is None else held.rank,
-                None if held is None else held.tokens,
+                None if match is None else match.rank,
+                None if match is None else match.tokens,
             )
         ]
         if self._has_first_token:
@@ -277,42 +277,43 @@ class OwnDispatch(msgspec.Struct, eq=False):
 
 
 def _ended_messages(
-    requests: Iterable[OwnDispatch], encode: _EncodeKeys, sent: set[tuple[str, int]] | None
+    dispatches: Iterable[OwnDispatch], encode: _EncodeKeys, sent_prompts: set[tuple[str, int]] | None
 ) -> Iterable[EndedRequests]:
-    """One message for each model, worker and rank, without the prompts in `sent`; the others are added to it.
+    """One message for each model, worker and rank, without the prompts in `sent_prompts`, to which the others
+    are added.
 
-    `sent` has workers, with their ranks, and last keys.
+    `sent_prompts` has workers, with their ranks, and last keys.
     """
-    together: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
-    for each in requests:
-        candidate = each.candidate
+    by_target: dict[tuple[str, str, int | None], list[OwnDispatch]] = {}
+    for dispatch in dispatches:
+        candidate = dispatch.candidate
         rank = None if candidate.match is None else candidate.match.rank
-        together.setdefault((each.query.model, candidate.worker.id, rank), []).append(each)
-    for (model, worker, rank), some in together.items():
-        place = worker if rank is None else f"{worker} {rank}"
+        by_target.setdefault((dispatch.query.model, candidate.worker.id, rank), []).append(dispatch)
+    for (model, worker, rank), dispatches_there in by_target.items():
+        target = worker if rank is None else f"{worker} {rank}"
         answered, prefill_s, stay_s, blocks, tokens = 0, 0.0, 0.0, 0, 0.0
-        all_known, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
+        base_keys, sizes, all_fresh, repeated = list[int | None](), list[int](), array("Q"), array("Q")
         sessions = array("Q")
-        for each in some:
-            if (key := each.query.session_key) is not None:
-                sessions.append(each.query.session_hash or hash_of_session(model, key))
-            if each.is_answered and each.ended_at is not None:
+        for dispatch in dispatches_there:
+            if (key := dispatch.query.session_key) is not None:
+                sessions.append(dispatch.query.session_hash or hash_of_session(model, key))
+            if dispatch.is_answered and dispatch.ended_at is not None:
                 answered += 1
-                prefill_s += each.candidate.prefill_s
-                stay_s += each.ended_at - each.started_at
-            for prompt in () if each.is_cleared else each.query.prompts:
+                prefill_s += dispatch.candidate.prefill_s
+                stay_s += dispatch.ended_at - dispatch.started_at
+            for prompt in () if dispatch.is_cleared else dispatch.query.prompts:
                 keys = prompt.keys
                 size = len(keys)
-                if size and sent is not None:
+                if size and sent_prompts is not None:
                     # The others have it. In their LRU order its last use is `REPEAT_S` too old at most.
-                    if (place, keys[-1]) in sent:
+                    if (target, keys[-1]) in sent_prompts:
                         continue
-                    sent.add((place, keys[-1]))
-                known, fresh = encode(keys)
-                if known is not None and not fresh:
-                    repeated.append(known)
+                    sent_prompts.add((target, keys[-1]))
+                base_key, fresh = encode(keys)
+                if base_key is not None and not fresh:
+                    repeated.append(base_key)
                 else:
-                    all_known.append(known)
+                    base_keys.append(base_key)
                     sizes.append(len(fresh))
                     all_fresh.extend(fresh)
                 blocks += size
@@ -320,9 +321,10 @@ def _ended_messages(
         block_tokens = tokens / blocks if blocks else 0.0
         packed = all_fresh.tobytes()
         figures = answered, prefill_s, stay_s, block_tokens
-        if answered or all_known or repeated or sessions:
-            lasts, ids = repeated.tobytes(), sessions.tobytes()
-            yield EndedRequests(model, worker, *figures, all_known, sizes, packed, lasts, ids, rank)
+        if answered or base_keys or repeated or sessions:
+            repeated_keys, session_hashes = repeated.tobytes(), sessions.tobytes()
+            prompt_keys = base_keys, sizes, packed
+            yield EndedRequests(model, worker, *figures, *prompt_keys, repeated_keys, session_hashes, rank)
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -334,7 +336,7 @@ class _Question(msgspec.Struct, eq=False):
     """Worker, rank and prompt that wait for the answer."""
 
 
-class PeerDecisions:
+class PeerDispatches:
     """Accounts for the other processes' dispatches in this process's router. Mutable: by its methods."""
 
     def __init__(
@@ -356,7 +358,7 @@ class PeerDecisions:
         self._ids = count(1)
         self._questions: OrderedDict[tuple[PeerId, int], _Question] = OrderedDict()
         """By the process that was asked, and the last key. Several prompts may begin with the same groups."""
-        self._wanted: list[GroupsWanted] = []
+        self._key_group_requests: list[KeyGroupsRequest] = []
         """Questions of the message that is being applied; they are sent together."""
         self.incomplete = 0
         """Prompts with keys that were not known here, since the start."""
@@ -369,69 +371,77 @@ class PeerDecisions:
         """Requests that are in flight in the other processes."""
         return sum(map(len, self._dispatches.values()))
 
-    def dispatched(self, peer: PeerId, sent: Dispatched) -> None:
+    def dispatched(self, peer: PeerId, message: Dispatched) -> None:
         """Apply a dispatch of another process; a dispatch to an unknown worker is skipped.
 
         If some of its keys are not known here it counts as load alone, until the process has sent them. Costs
         `Router.dispatch` and `KeyGroups.decode`.
         """
-        dispatch = self._dispatch(peer, sent)
+        dispatch = self._dispatch(peer, message)
         self._send_questions(peer)
         if dispatch is not None:
-            known = self._dispatches.setdefault(peer, {})
-            before = known.pop(sent.id, None)
-            if before is not None:  # sent again, and the message between was lost
-                before.finish(self._clock.now())
-            known[sent.id] = dispatch
+            running = self._dispatches.setdefault(peer, {})
+            replaced = running.pop(message.id, None)
+            if replaced is not None:  # sent again, and the message between was lost
+                replaced.finish(self._clock.now())
+            running[message.id] = dispatch
 
-    def missed(self, peer: PeerId, sent: Dispatched) -> None:
+    def missed(self, peer: PeerId, message: Dispatched) -> None:
         """Apply a dispatch that arrives late: it has ended, or is sent again. It counts for the history
         alone."""
         # As a stream without a first token: its end says nothing about the worker's speed.
-        dispatch = self._dispatch(peer, msgspec.structs.replace(sent, streamed=True))
+        dispatch = self._dispatch(peer, msgspec.structs.replace(message, streamed=True))
         self._send_questions(peer)
         if dispatch is not None:
             dispatch.finish(self._clock.now())
 
-    def ended(self, peer: PeerId, sent: EndedRequests) -> None:
+    def ended(self, peer: PeerId, message: EndedRequests) -> None:
         """Apply requests of another process that have ended already: one step for the load of all of them."""
-        worker = self._worker(sent.worker)
+        worker = self._worker(message.worker)
         if worker is None:
             return
-        now, repeated = self._clock.now(), unpack_keys(sent.repeated)
-        if sent.answered > 0:
-            worker.load.ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
-            if sent.rank in worker.rank_units:
-                worker.load_of(sent.rank).ended_elsewhere(sent.answered, sent.prefill_s, sent.stay_s, now)
-        if sent.sessions:
-            self._router.sessions.learn(sent.model, unpack_keys(sent.sessions), worker.id)
+        now, repeated = self._clock.now(), unpack_keys(message.repeated)
+        if message.answered > 0:
+            worker.load.ended_elsewhere(message.answered, message.prefill_s, message.stay_s, now)
+            if message.rank in worker.rank_units:
+                worker.load_of(message.rank).ended_elsewhere(
+                    message.answered, message.prefill_s, message.stay_s, now
+                )
+        if message.sessions:
+            self._router.sessions.learn(message.model, unpack_keys(message.sessions), worker.id)
         # Prompts that were sent before are most of a load test and of evaluations.
         self._groups.use_all(repeated)
-        for place in self._router.not_repeated(worker, repeated, sent.rank):
-            self._replay(peer, sent, worker, repeated[place], _NO_KEYS, now)
-        all_fresh, end = unpack_keys(sent.fresh), 0
+        for index in self._router.not_repeated(worker, repeated, message.rank):
+            self._replay(peer, message, worker, repeated[index], _NO_KEYS, now)
+        all_fresh, end = unpack_keys(message.fresh), 0
         short: list[array[int]] = []
-        for known, size in zip(sent.known, sent.sizes, strict=True):
+        for base_key, size in zip(message.base_keys, message.sizes, strict=True):
             start, end = end, end + size
             fresh = all_fresh[start:end]
-            if known is None and 0 < size < GROUP_BLOCKS:
+            if base_key is None and 0 < size < GROUP_BLOCKS:
                 short.append(fresh)
             else:
-                self._replay(peer, sent, worker, known, fresh, now)
+                self._replay(peer, message, worker, base_key, fresh, now)
         if short:
-            for place in self._router.not_repeated(worker, [keys[-1] for keys in short], sent.rank):
-                self._replay(peer, sent, worker, None, short[place], now)
+            for index in self._router.not_repeated(worker, [keys[-1] for keys in short], message.rank):
+                self._replay(peer, message, worker, None, short[index], now)
         self._send_questions(peer)
 
     def _replay(
-        self, peer: PeerId, sent: EndedRequests, worker: Worker, known: int | None, new: array[int], at: float
+        self,
+        peer: PeerId,
+        message: EndedRequests,
+        worker: Worker,
+        base_key: int | None,
+        fresh: array[int],
+        at: float,
     ) -> None:
-        keys = self._groups.decode(known, new)
+        keys = self._groups.decode(base_key, fresh)
         if keys is None:
-            prompt = PromptSent(known, pack_keys(new), 0, sent.block_tokens)
-            self._ask(peer, sent.worker, prompt, sent.rank)
-        elif sent.block_tokens > 0:
-            self._router.ended_at_peer(worker, sent.model, keys, sent.block_tokens, at, sent.rank)
+            prompt = PromptSent(base_key, pack_keys(fresh), 0, message.block_tokens)
+            self._ask(peer, message.worker, prompt, message.rank)
+        elif message.block_tokens > 0:
+            self._router.ended_at_peer(worker, message.model, keys, message.block_tokens, at, message.rank)
 
     def first_token(self, peer: PeerId, number: int) -> None:
         dispatch = self._dispatches.get(peer, {}).get(number)
@@ -448,79 +458,92 @@ class PeerDecisions:
         now = self._clock.now()
         for dispatch in self._dispatches.pop(peer, {}).values():
             dispatch.finish(now)
-        for asked in [each for each in self._questions if each[0] == peer]:
-            del self._questions[asked]
+        for question_key in [key for key in self._questions if key[0] == peer]:
+            del self._questions[question_key]
 
-    def groups_wanted(self, peer: PeerId, wanted: GroupsWanted) -> None:
+    def send_key_groups(self, peer: PeerId, request: KeyGroupsRequest) -> None:
         """Another process does not know keys that this process has sent."""
-        self._send(peer, Groups(wanted.id, pack_keys(self._groups.keys_to(wanted.known))))
+        self._send(peer, KeyGroupsAnswer(request.id, pack_keys(self._groups.keys_to(request.last_key))))
 
-    def groups(self, _: PeerId, answer: Groups) -> None:
+    def learn_key_groups(self, _: PeerId, answer: KeyGroupsAnswer) -> None:
         """Complete the history. Keys that the other process has forgotten stay unknown."""
         self._groups.learn(unpack_keys(answer.keys))
-        asked = next((key for key, each in self._questions.items() if each.id == answer.id), None)
-        if asked is None:
+        question_key = next(
+            (key for key, pending in self._questions.items() if pending.id == answer.id), None
+        )
+        if question_key is None:
             return
-        question = self._questions.pop(asked)
+        question = self._questions.pop(question_key)
         for worker_id, rank, prompt in question.prompts:
             worker = self._worker(worker_id)
-            known = self._groups.decode(prompt.known, unpack_keys(prompt.fresh))
-            if known is not None and worker is not None:
-                self._router.replay_prompt(worker, known, rank)
+            keys = self._groups.decode(prompt.base_key, unpack_keys(prompt.fresh))
+            if keys is not None and worker is not None:
+                self._router.replay_prompt(worker, keys, rank)
 
-    def _dispatch(self, peer: PeerId, sent: Dispatched) -> Dispatch | None:
-        prompts, exact = self._prompts(peer, sent), list[ExactPrompt]()
-        for each in sent.exact:
-            keys = self._groups.decode(each.known, unpack_keys(each.fresh))
+    def _dispatch(self, peer: PeerId, message: Dispatched) -> Dispatch | None:
+        prompts, exact = self._prompts(peer, message), list[ExactPrompt]()
+        for exact_prompt in message.exact:
+            keys = self._groups.decode(exact_prompt.base_key, unpack_keys(exact_prompt.fresh))
             if keys is None:
-                self._ask(peer, sent.worker, each)
+                self._ask(peer, message.worker, exact_prompt)
             else:
-                exact.append(ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=each.key_tokens))
-        worker = self._worker(sent.worker)
+                exact.append(ExactPrompt(0, keys, _NO_CHUNKS, key_tokens=exact_prompt.key_tokens))
+        worker = self._worker(message.worker)
         if worker is None:
             return None
-        now, prefill_s = self._clock.now(), max(0.0, sent.prefill_s)
-        learns = not (sent.first and sent.reason in _HANDOVERS)  # the second leg of a handover
-        if sent.tiers is None and len(prompts) < 2 and not exact and sent.strategy not in self._observed:
+        now, prefill_s = self._clock.now(), max(0.0, message.prefill_s)
+        learns = not (message.is_first and message.reason in _HANDOVERS)  # the second leg of a handover
+        if (
+            message.tiers is None
+            and len(prompts) < 2
+            and not exact
+            and message.strategy not in self._observed
+        ):
             # The usual case. The objects below would cost as much as the accounting.
             prompt = prompts[0] if prompts else None
-            session = None if sent.session_key is None else (sent.session_key, sent.strategy)
+            session = None if message.session_key is None else (message.session_key, message.strategy)
             return self._router.reserve_at_peer(
                 worker,
-                sent.model,
+                message.model,
                 prefill_s,
-                sent.tokens,
-                sent.streamed,
+                message.tokens,
+                message.streamed,
                 prompt,
                 now,
                 learns,
                 session,
             )
         query = RouteQuery(
-            model=sent.model,
+            model=message.model,
             now=now,
             prompts=tuple(prompts),
-            tokens=sent.tokens,
-            session_key=sent.session_key,
-            streamed=sent.streamed,
+            tokens=message.tokens,
+            session_key=message.session_key,
+            streamed=message.streamed,
             exact=tuple(exact),
         )
-        held = None
-        if sent.tiers is not None:
-            held = CandidateMatch(Tokens(*sent.tiers), self._router.slot_of(worker, sent.rank), sent.rank)
-        candidate = Candidate(worker, 0.0, sent.matched_tokens, prefill_s, _NO_TERMS, held)
-        others = self._candidates(sent.model) if sent.strategy in self._observed else ()
-        ranking = (candidate, *others) if sent.first else (*others, candidate)
-        decision = RouteDecision(sent.strategy, _REASONS.get(sent.reason, RouteReason.ONLY_WORKER), ranking)
+        match = None
+        if message.tiers is not None:
+            match = CandidateMatch(
+                Tokens(*message.tiers), self._router.slot_of(worker, message.rank), message.rank
+            )
+        candidate = Candidate(worker, 0.0, message.matched_tokens, prefill_s, _NO_TERMS, match)
+        others = self._candidates(message.model) if message.strategy in self._observed else ()
+        ranking = (candidate, *others) if message.is_first else (*others, candidate)
+        decision = RouteDecision(
+            message.strategy, _REASONS.get(message.reason, RouteReason.ONLY_WORKER), ranking
+        )
         return self._router.dispatch(query, decision, candidate, now, is_own=False, learns=learns)
 
-    def _prompts(self, peer: PeerId, sent: Dispatched) -> list[PromptKeys]:
+    def _prompts(self, peer: PeerId, message: Dispatched) -> list[PromptKeys]:
         """The prompts whose keys are known here; the keys of the others are asked for."""
         prompts = list[PromptKeys]()
-        for prompt in sent.prompts:
-            keys = self._groups.decode(prompt.known, unpack_keys(prompt.fresh) if prompt.fresh else _NO_KEYS)
+        for prompt in message.prompts:
+            keys = self._groups.decode(
+                prompt.base_key, unpack_keys(prompt.fresh) if prompt.fresh else _NO_KEYS
+            )
             if keys is None:
-                self._ask(peer, sent.worker, prompt, sent.rank)
+                self._ask(peer, message.worker, prompt, message.rank)
             else:
                 prompts.append(PromptKeys(keys, prompt.tokens, prompt.block_tokens))
         return prompts
@@ -529,26 +552,26 @@ class PeerDecisions:
         self, peer: PeerId, worker_id: str, prompt: PromptSent | ExactSent, rank: int | None = None
     ) -> None:
         """Ask for keys of a prompt that are not known here, unless that was done. See `_send_questions`."""
-        if prompt.known is None:
+        if prompt.base_key is None:
             return
         self.incomplete += 1
-        now, asked = self._clock.now(), (peer, prompt.known)
-        question = self._questions.get(asked)
+        now, question_key = self._clock.now(), (peer, prompt.base_key)
+        question = self._questions.get(question_key)
         if question is None or now - question.asked_at > _ASK_AGAIN_S:
             waiting = [] if question is None else question.prompts
-            question = self._questions[asked] = _Question(next(self._ids), now, waiting)
-            self._wanted.append(GroupsWanted(question.id, prompt.known))
+            question = self._questions[question_key] = _Question(next(self._ids), now, waiting)
+            self._key_group_requests.append(KeyGroupsRequest(question.id, prompt.base_key))
             if len(self._questions) > _MAX_INCOMPLETE:
                 self._questions.popitem(last=False)
-        prompts = sum(len(each.prompts) for each in self._questions.values())
+        prompts = sum(len(pending.prompts) for pending in self._questions.values())
         has_room = prompts < _MAX_WAITING and len(question.prompts) < _MAX_INCOMPLETE
         if has_room and isinstance(prompt, PromptSent):  # the history has no exact keys
             question.prompts.append((worker_id, rank, prompt))
 
     def _send_questions(self, peer: PeerId) -> None:
         """Send the questions of the message that was applied."""
-        if self._wanted:
-            wanted, self._wanted = self._wanted, []
+        if self._key_group_requests:
+            wanted, self._key_group_requests = self._key_group_requests, []
             self._send(peer, *wanted)
 
     def _worker(self, worker_id: str) -> Worker | None:

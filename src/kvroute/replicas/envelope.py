@@ -21,8 +21,8 @@ import msgspec
 
 from kvroute.errors import WireError
 from kvroute.replicas.messages import (
-    KeysRefilling,
     KeyUsed,
+    LimitsInUse,
     LostRequestsCleared,
     OverridesChanged,
     RequestLost,
@@ -54,7 +54,7 @@ _ORDER: Final = _LITTLE if sys.byteorder == "little" else _BIG
 NEEDS_HMAC: Final = (
     OverridesChanged,
     KeyUsed,
-    KeysRefilling,
+    LimitsInUse,
     RequestLost,
     LostRequestsCleared,
     SharedReport,
@@ -200,9 +200,9 @@ def decode_payload(payload: bytes) -> tuple[Sequence[SharedMessage], int]:
     except _UNREADABLE as error:
         raise Refused(Refusal.MALFORMED, "its messages cannot be decoded") from error
     messages = []
-    for each in undecoded:
+    for encoded in undecoded:
         try:
-            messages.append(_decode_one(each))
+            messages.append(_decode_one(encoded))
         except _UNREADABLE:
             continue
     return messages, len(undecoded) - len(messages)
@@ -210,12 +210,12 @@ def decode_payload(payload: bytes) -> tuple[Sequence[SharedMessage], int]:
 
 def _list_length(payload: bytes) -> int:
     """The length that a MessagePack list claims, from its header alone; 0 if it is no list."""
-    first = payload[0] if payload else 0
-    if 0x90 <= first <= 0x9F:  # fixarray
-        return first & 0x0F
-    if first == 0xDC:  # array 16
+    header = payload[0] if payload else 0
+    if 0x90 <= header <= 0x9F:  # fixarray
+        return header & 0x0F
+    if header == 0xDC:  # array 16
         return int.from_bytes(payload[1:3], "big")
-    if first == 0xDD:  # array 32
+    if header == 0xDD:  # array 32
         return int.from_bytes(payload[1:5], "big")
     return 0
 

@@ -38,7 +38,7 @@ class Inbox:
         self._bytes = 0
         self._is_full = False
         self._current: Iterator[None] | None = None
-        self._left = SLICE
+        self._budget = SLICE
         """Of the current slice. A new one is only scheduled when half of it is used."""
         self._next: asyncio.Handle | None = None
 
@@ -59,24 +59,24 @@ class Inbox:
             self._next.cancel()
 
     def _work(self) -> None:
-        while self._left > 0 and (self._current is not None or self._waiting):
+        while self._budget > 0 and (self._current is not None or self._waiting):
             if self._current is None:
                 data = self._waiting.popleft()
                 self._bytes -= len(data)
                 self._current = self._read(data)
-                self._left -= _ENVELOPE + len(data) // _BYTES
+                self._budget -= _ENVELOPE + len(data) // _BYTES
             current = self._current
             for _ in current:
-                self._left -= 1
-                if self._left <= 0:
+                self._budget -= 1
+                if self._budget <= 0:
                     break
             else:
                 self._current = None
-        if self._left <= SLICE // 2 and self._next is None:
+        if self._budget <= SLICE // 2 and self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._begin_slice)
 
     def _begin_slice(self) -> None:
-        self._next, self._left = None, SLICE
+        self._next, self._budget = None, SLICE
         self._work()
         if self._is_full and self._current is None and not self._waiting:
             self._is_full = False

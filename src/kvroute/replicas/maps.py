@@ -133,8 +133,8 @@ class PublishingPrefixIndex(PrefixIndex):
 
     def as_messages(self) -> Iterable[Message]:
         """A snapshot of the index, for an empty mirror. Copies the runs: about 20 ms for a million blocks."""
-        for slot, known in self._slots.items():
-            for holders in known.holders.values():
+        for slot, attached in self._slots.items():
+            for holders in attached.holders.values():
                 for holder in holders:
                     yield Attached(slot, self._numbers.of(holder), holder.tier, holder.shared)
         for holder, number in self._numbers.items():
@@ -215,8 +215,8 @@ class PublishingChunkIndex(CopyableChunkIndex):
 
     def as_messages(self) -> Iterable[Message]:
         """A snapshot of the index, for an empty mirror. About 0.3 us per chunk."""
-        for slot, known in self._slots.items():
-            for holder, domains in known.domains.items():
+        for slot, attached in self._slots.items():
+            for holder, domains in attached.domains.items():
                 yield self._attached(slot, holder, domains)
         by_mask: dict[int, list[int]] = {}
         for shard in self._shards:
@@ -263,8 +263,8 @@ class Mirror:
             case Stored(number, block_tokens, parent, keys):
                 holder = self._holders.get(number)
                 if holder is not None:
-                    before = None if parent is None else BlockKey(parent)
-                    self.blocks.store(holder, block_tokens, before, _keys(keys))
+                    parent_key = None if parent is None else BlockKey(parent)
+                    self.blocks.store(holder, block_tokens, parent_key, _keys(keys))
             case Removed(number, keys):
                 holder = self._holders.get(number)
                 if holder is not None:

@@ -63,8 +63,8 @@ class MessageLink(Protocol):
 class ChannelCounts:
     """Totals since the start. Mutable: incremented by the channel."""
 
-    sent: int = 0
-    received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     envelopes_sent: int = 0
@@ -93,9 +93,9 @@ class Member:
     """When its first envelope arrived."""
     heard_at: float
     state: MemberState | None = None
-    has: int = JOINS
+    contiguous_seq: int = JOINS
     """The last batch before the first gap that is not made up for."""
-    until: int = JOINS
+    gap_end_seq: int = JOINS
     """The last batch of the gaps."""
     is_complete: bool = False
     """Whether the state has arrived and nothing was missed since."""
@@ -104,11 +104,11 @@ class Member:
     """Whether an envelope of it had a right HMAC."""
     signs_all: bool = False
     """Whether it has said so in a signed envelope: an unsigned one is not its own."""
-    is_believed: bool = False
+    is_authenticated: bool = False
     """Whether it has answered this process with an HMAC: so its signed batches are no recording."""
     lines: int = 0
     """Of the log, about its changes while it had signed nothing."""
-    unproven: int = 0
+    skipped_unauthenticated: int = 0
     """Signed messages that were skipped because it has not answered yet."""
     asked_at: float = -math.inf
     asked_until: int = JOINS
@@ -142,10 +142,10 @@ class Member:
         return "alive" if self.is_complete else "joining"
 
     def refused(self, now: float, longest_s: float) -> int:
-        """The number of `unproven` messages, once: if it has not answered `longest_s` after it was met."""
+        """`skipped_unauthenticated`, once: if the member has not answered `longest_s` after it was met."""
         if now - self.met_at <= longest_s:
             return 0
-        number, self.unproven = self.unproven, 0
+        number, self.skipped_unauthenticated = self.skipped_unauthenticated, 0
         return number
 
     def describe(self, now: float) -> dict[str, Any]:
@@ -324,23 +324,23 @@ def apply_recent_prompts(router: Router, fleet: Fleet, groups: KeyGroups, recent
 
 def learned_costs(router: Router, workers: Sequence[Worker]) -> list[LearnedCosts]:
     """What `router` has learned about each model and worker, for a process that joins."""
-    learned, names = router.learned, {each.index: each.id for each in workers}
+    learned, names = router.learned, {worker.index: worker.id for worker in workers}
     return [
         LearnedCosts(
             model,
-            known.prefills.sums(),
-            {names[index]: sums for index, sums in known.speeds.sums().items() if index in names},
+            learned_model.prefills.sums(),
+            {names[index]: sums for index, sums in learned_model.speeds.sums().items() if index in names},
         )
-        for model, known in ({} if learned is None else learned.models).items()
+        for model, learned_model in ({} if learned is None else learned.models).items()
     ]
 
 
-def apply_learned_costs(router: Router, fleet: Fleet, sent: LearnedCosts) -> None:
+def apply_learned_costs(router: Router, fleet: Fleet, message: LearnedCosts) -> None:
     """Begin with another process's `learned_costs` of a model; skipped if it was learned here already."""
     if router.learned is None:
         return
-    known = router.learned.models.setdefault(sent.model, LearnedModel())
-    if known.prefills.restore(sent.sums):
-        for name, sums in sent.speeds.items():
+    learned_model = router.learned.models.setdefault(message.model, LearnedModel())
+    if learned_model.prefills.restore(message.sums):
+        for name, sums in message.speeds.items():
             with contextlib.suppress(NotFound):
-                known.speeds.restore(fleet.get(name).index, *sums)
+                learned_model.speeds.restore(fleet.get(name).index, *sums)

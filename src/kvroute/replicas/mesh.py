@@ -81,8 +81,8 @@ class PeerListener(Protocol):
 class MeshCounts:
     """Totals since the start. Mutable: incremented by the mesh."""
 
-    sent: int = 0
-    received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
     breaks: int = 0
     """Links that broke while this process was not shutting down."""
 
@@ -281,10 +281,11 @@ class Mesh:
         number = hello.number
         if number not in self._peers:
             raise WireError(f"there is no process {number}")
-        before = self._links.get(number)
-        if before is not None and before is not link:
-            before.close()  # the successor of a process connects before the end of the old link is noticed
-            self.on_close(before)
+        previous_link = self._links.get(number)
+        if previous_link is not None and previous_link is not link:
+            # The successor of a process connects before the end of the old link is noticed.
+            previous_link.close()
+            self.on_close(previous_link)
         link.number = number
         greeting = self._listener.greeting(number)  # before the link: it may publish what it has gathered
         self.flush()
@@ -387,7 +388,7 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             messages = self._frames.feed(data)
-            self._mesh.counts.received += len(messages)
+            self._mesh.counts.messages_received += len(messages)
             for message in messages:
                 self._mesh.on_message(self, message)
         except WireError as error:
@@ -414,7 +415,7 @@ class _Link(asyncio.Protocol):
             log.warning("process %s does not read its messages, its link is closed", self.number)
             self.close()
             return
-        self._mesh.counts.sent += messages
+        self._mesh.counts.messages_sent += messages
         transport.write(data)
 
     def close(self) -> None:
@@ -448,42 +449,42 @@ class SharedPort:
     def __init__(self, host: str, port: int) -> None:
         """Raises ConfigError if the address cannot be bound or another program already listens on it."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:
             raise ConfigError("server.host", f"{host}: {error.strerror}") from error
-        self._held: list[socket.socket] = []
+        self._reserved: list[socket.socket] = []
         failed: OSError | None = None
-        for family, *_, address in dict.fromkeys(found):
-            target = address if not self._held or port else (address[0], self.port, *address[2:])
+        for family, *_, address in dict.fromkeys(addresses):
+            target = address if not self._reserved or port else (address[0], self.port, *address[2:])
             try:
                 # Bound once without SO_REUSEPORT: else another gateway of the same user, which listens there
                 # already, would share its clients with this one.
                 with _bind(family, target, shared=False) as exclusive:
                     target = exclusive.getsockname()
-                self._held.append(_bind(family, target, shared=True))
+                self._reserved.append(_bind(family, target, shared=True))
             except OSError as error:
                 failed = error
                 if (
                     error.errno not in _UNSUPPORTED
                 ):  # a name may have addresses that this machine does not have
                     break
-        if failed is not None and (failed.errno not in _UNSUPPORTED or not self._held):
+        if failed is not None and (failed.errno not in _UNSUPPORTED or not self._reserved):
             self.close()
             raise ConfigError("server.port", f"{host}:{port}: {failed.strerror}") from failed
 
     @property
     def port(self) -> int:
         """The bound port; the system chose it where the configuration has 0."""
-        number: int = self._held[0].getsockname()[1]
+        number: int = self._reserved[0].getsockname()[1]
         return number
 
     def sockets(self) -> list[socket.socket]:
         """New sockets on the same address, for one process to listen on. Raises OSError."""
-        return [_bind(held.family, held.getsockname(), shared=True) for held in self._held]
+        return [_bind(reserved.family, reserved.getsockname(), shared=True) for reserved in self._reserved]
 
     def close(self) -> None:
-        for held in self._held:
-            held.close()
+        for reserved in self._reserved:
+            reserved.close()
 
 
 def _bind(family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:

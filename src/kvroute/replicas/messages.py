@@ -186,7 +186,7 @@ class CachePlaceMessage(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     rank: int
     trust: str
-    why: str
+    reason: str
     by_lmcache: bool
     ahead: int = 0
     note: str = ""
@@ -225,7 +225,7 @@ class L2Targets(PeerMessage, frozen=True):
 class PromptAnswered(PeerMessage, frozen=True):
     """A worker computed a prompt; only the process that follows the caches receives this.
 
-    `ids` are packed 32-bit token ids, `keys` packed block keys; `sent` is the time of the dispatch in
+    `ids` are packed 32-bit token ids, `keys` packed block keys; `sent_at` is the time of the dispatch in
     seconds.
     """
 
@@ -237,7 +237,7 @@ class PromptAnswered(PeerMessage, frozen=True):
     keys: bytes
     salt: str
     adapter: str | None
-    sent: float
+    sent_at: float
     cached_tokens: int | None
 
 
@@ -246,7 +246,7 @@ class Distrusted(PeerMessage, frozen=True):
 
     worker: str
     rank: int
-    why: str
+    reason: str
 
 
 class Hello(PeerMessage, frozen=True):
@@ -263,11 +263,11 @@ class Leaving(PeerMessage, frozen=True):
 class PromptSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `PromptKeys` whose keys were encoded by `KeyGroups`.
 
-    `known`: the keys up to this one were sent before; None: there are none. `fresh` are the packed keys after
-    it.
+    `base_key`: the keys up to this one were sent before; None: there are none. `fresh` are the packed keys
+    after it.
     """
 
-    known: int | None
+    base_key: int | None
     fresh: bytes
     tokens: Tokens
     block_tokens: Figure
@@ -276,7 +276,7 @@ class PromptSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ExactSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of an `ExactPrompt` that a dispatch needs; keys as in `PromptSent`."""
 
-    known: int | None
+    base_key: int | None
     fresh: bytes
     key_tokens: Tokens
 
@@ -284,7 +284,7 @@ class ExactSent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Dispatched(PeerMessage, frozen=True):
     """The sender dispatched a request to a worker.
 
-    `id` is the sender's own number for the request; `first` is True where the worker is the first of the
+    `id` is the sender's own number for the request; `is_first` is True where the worker is the first of the
     ranking; `tiers` are the tokens that the map places in GPU memory, L1 and L2. Slots of the cache map have
     other numbers in another gateway, so the receiver finds its own by worker and rank.
     """
@@ -294,7 +294,7 @@ class Dispatched(PeerMessage, frozen=True):
     worker: str
     strategy: str
     reason: str
-    first: bool
+    is_first: bool
     prefill_s: Figure
     tokens: Tokens
     matched_tokens: Tokens
@@ -312,9 +312,9 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
 
     Of those that were answered: their number, and the sums of their estimated prefill and of their times from
     dispatch to end. Of the prompts of all: the mean tokens in a block, and the keys as in `PromptSent`:
-    `known` and the number of keys after it for each prompt, and all these keys in one. Prompts that were sent
-    before as a whole are in `repeated` instead: their last keys, packed. `sessions` are the hashes of the
-    requests' sessions, packed.
+    `base_keys`, the number of keys after it for each prompt, and all these keys in one. Prompts that were
+    sent before as a whole are in `repeated` instead: their last keys, packed. `sessions` are the hashes of
+    the requests' sessions, packed.
     """
 
     model: str
@@ -323,7 +323,7 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
     prefill_s: float
     stay_s: float
     block_tokens: float
-    known: list[int | None]
+    base_keys: list[int | None]
     sizes: list[int]
     fresh: bytes
     repeated: bytes = b""
@@ -332,24 +332,24 @@ class EndedRequests(PeerMessage, frozen=True, tag="Passed"):  # as members of th
 
     def __post_init__(self) -> None:
         figures = self.answered, self.prefill_s, self.stay_s, self.block_tokens, min(self.sizes, default=0)
-        has_keys = len(self.known) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
+        has_keys = len(self.base_keys) == len(self.sizes) and 8 * sum(self.sizes) == len(self.fresh)
         is_packed = not len(self.repeated) % 8 and not len(self.sessions) % 8
         is_sized = self.block_tokens > 0 or not self.fresh
-        are_bounded = all(0 <= each <= _MOST_ENDED for each in figures)
+        are_bounded = all(0 <= figure <= _MOST_ENDED for figure in figures)
         if not has_keys or not is_packed or not is_sized or not are_bounded:
             raise ValueError("the figures of requests that have ended do not fit")
 
 
-class GroupsWanted(PeerMessage, frozen=True):
-    """The sender does not know the keys up to `known`; answered by `Groups`."""
+class KeyGroupsRequest(PeerMessage, frozen=True, tag="GroupsWanted"):
+    """The sender does not know the keys up to `last_key`; answered by `KeyGroupsAnswer`."""
 
     id: int
-    known: int
+    last_key: int
 
 
-class Groups(PeerMessage, frozen=True):
-    """The answer to the `GroupsWanted` of this `id`: the packed keys up to `known`, none if they are
-    forgotten."""
+class KeyGroupsAnswer(PeerMessage, frozen=True, tag="Groups"):
+    """The answer to the `KeyGroupsRequest` of this `id`: the packed keys up to its `last_key`, none if they
+    are forgotten."""
 
     id: int
     keys: bytes
@@ -363,7 +363,7 @@ class Finished(PeerMessage, frozen=True):
     id: int
 
 
-class Owner(PeerMessage, frozen=True):
+class ResponseOwner(PeerMessage, frozen=True, tag="Owner"):
     """This worker keeps a stored response."""
 
     response_id: str
@@ -388,7 +388,10 @@ class AdminWorkerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OverrideEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What the admin API has made of one worker. Of two entries the one with the later stamp is valid."""
+    """The admin API's override for one worker: added, removed or drained.
+
+    Of two entries the one with the later stamp is valid.
+    """
 
     worker: str
     stamp: tuple[int, str]
@@ -487,7 +490,7 @@ class LostRequestsCleared(PeerMessage, frozen=True):
     digest: bytes
 
 
-class KeysRefilling(PeerMessage, frozen=True):
+class LimitsInUse(PeerMessage, frozen=True, tag="KeysRefilling"):
     """Key, requests and tokens that have not refilled yet, for a process that joins."""
 
     uses: list[tuple[str, int, int]]
@@ -516,14 +519,14 @@ class MemberState(PeerMessage, frozen=True):
     signs_all: bool = False
 
 
-class StateWanted(PeerMessage, frozen=True):
+class StateRequest(PeerMessage, frozen=True, tag="StateWanted"):
     """The sender asks for the receiver's state, and for the batches that it has missed.
 
-    They have the numbers after `have` up to `until`; `have` is -1 if it joins.
+    They have the numbers after `contiguous_seq` up to `gap_end_seq`; `contiguous_seq` is -1 if it joins.
     """
 
-    have: int
-    until: int
+    contiguous_seq: int
+    gap_end_seq: int
 
 
 class StateBegins(PeerMessage, frozen=True):
@@ -531,7 +534,7 @@ class StateBegins(PeerMessage, frozen=True):
 
 
 class StateEnds(PeerMessage, frozen=True):
-    """The state that `StateWanted` asked for is complete."""
+    """The state that `StateRequest` asked for is complete."""
 
 
 class PeerRequest(PeerMessage, frozen=True):
@@ -552,9 +555,9 @@ SharedMessage: TypeAlias = (
     | FirstToken
     | Finished
     | EndedRequests
-    | GroupsWanted
-    | Groups
-    | Owner
+    | KeyGroupsRequest
+    | KeyGroupsAnswer
+    | ResponseOwner
     | SessionForgotten
     | OverridesChanged
     | Ejected
@@ -564,13 +567,13 @@ SharedMessage: TypeAlias = (
     | LearnedCosts
     | PlacedSessions
     | KeyUsed
-    | KeysRefilling
+    | LimitsInUse
     | RequestLost
     | LostRequestsCleared
     | InSync
     | Leaving
     | MemberState
-    | StateWanted
+    | StateRequest
     | StateBegins
     | StateEnds
     | CacheServerEvents

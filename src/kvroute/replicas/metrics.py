@@ -112,10 +112,10 @@ def merge_pages(pages: Sequence[Page]) -> Page:
     families: dict[str, tuple[ParsedFamily, dict[tuple[str, Labels], float]]] = {}
     for page in pages:
         for family in page:
-            known = families.get(family.name)
-            if known is None:
-                known = families[family.name] = family, {}
-            _add(family, known[1])
+            merged = families.get(family.name)
+            if merged is None:
+                merged = families[family.name] = family, {}
+            _add(family, merged[1])
     return [
         ParsedFamily(
             family.name,
@@ -132,13 +132,13 @@ def _add(family: ParsedFamily, samples: dict[tuple[str, Labels], float]) -> None
     is_minimum = family.name in _MINIMUM_GAUGES
     for sample in family.samples:
         key = sample.name, sample.labels
-        before = samples.get(key)
-        if before is None:
+        total = samples.get(key)
+        if total is None:
             samples[key] = sample.value
         elif is_summed:
-            samples[key] = before + sample.value
+            samples[key] = total + sample.value
         elif is_minimum:
-            samples[key] = min(before, sample.value)
+            samples[key] = min(total, sample.value)
 
 
 class PageCollector(Collector):
@@ -170,8 +170,8 @@ class LinkFigures(NamedTuple):
     linked: int
     restarts: int
     breaks: int
-    sent: int
-    received: int
+    messages_sent: int
+    messages_received: int
     missing: int
     """Scrapes' processes that did not answer within a second."""
 
@@ -203,7 +203,7 @@ def link_metrics(figures: LinkFigures | None) -> Iterable[Metric]:
         ("direction",),
         []
         if figures is None
-        else [(("sent",), float(figures.sent)), (("received",), float(figures.received))],
+        else [(("sent",), float(figures.messages_sent)), (("received",), float(figures.messages_received))],
     )
     yield counter(
         "kvroute_processes_missing",
@@ -246,7 +246,9 @@ def channel_metrics(channel: Channel | None) -> Iterable[Metric]:
         "kvroute_sharing_messages",
         "Messages exchanged with other gateways.",
         ("direction",),
-        [] if counts is None else [(("sent",), float(counts.sent)), (("received",), float(counts.received))],
+        []
+        if counts is None
+        else [(("sent",), float(counts.messages_sent)), (("received",), float(counts.messages_received))],
     )
     yield counter(
         "kvroute_sharing_bytes",
@@ -323,11 +325,11 @@ class GatewayMetrics:
         A process that does not answer within a second is counted as missing; its last saved counters are
         used.
         """
-        own, others = await asyncio.gather(
+        own_page, peer_pages = await asyncio.gather(
             self._own_page(b""), self._mesh.request_all(_TOPIC, b"", _TIMEOUT_S)
         )
-        found = {self._mesh.number: own, **others}
-        pages = {number: decode(page) for number, page in found.items()}
+        encoded_pages = {self._mesh.number: own_page, **peer_pages}
+        pages = {number: decode(page) for number, page in encoded_pages.items()}
         for number in self._mesh.peers:
             if number not in pages:
                 self._missing += 1
@@ -347,8 +349,8 @@ class GatewayMetrics:
                 len(self._mesh.linked_peers),
                 self._generation,
                 counts.breaks,
-                counts.sent,
-                counts.received,
+                counts.messages_sent,
+                counts.messages_received,
                 self._missing,
             )
         )
@@ -391,16 +393,17 @@ def merge_decisions(processes: Sequence[Sequence[Mapping[str, Any]]], limit: int
 def merge_predictions(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sum of several processes' `routing.audit.Audit.describe`."""
     demotions: dict[str, int] = {}
-    for each in processes:
-        for worker, times in each["demotions"].items():
+    for process in processes:
+        for worker, times in process["demotions"].items():
             demotions[worker] = demotions.get(worker, 0) + times
     return {
         "predictions": _summed(
-            [row for each in processes for row in each["predictions"]], ("strategy", "worker", "slowest_tier")
+            [row for process in processes for row in process["predictions"]],
+            ("strategy", "worker", "slowest_tier"),
         ),
-        "latest": _summed([row for each in processes for row in each["latest"]], ("worker", "rank")),
+        "latest": _summed([row for process in processes for row in process["latest"]], ("worker", "rank")),
         "demotions": demotions,
-        "transfers": _summed([row for each in processes for row in each["transfers"]], ("worker",)),
+        "transfers": _summed([row for process in processes for row in process["transfers"]], ("worker",)),
     }
 
 
@@ -409,11 +412,11 @@ def _summed(rows: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> list[d
     sums: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)
-        known = sums.get(key)
-        if known is None:
+        total = sums.get(key)
+        if total is None:
             sums[key] = dict(row)
             continue
         for name, value in row.items():
             if name not in names:
-                known[name] += value
+                total[name] += value
     return [sums[key] for key in sorted(sums)]

@@ -77,14 +77,18 @@ class SharingOptions(Options):
             return None
         try:
             parts = urlsplit(value.get_secret_value())
-            known = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
-            known = known and not parts.query and (parts.path in ("", "/") or parts.path[1:].isdecimal())
+            is_supported = (
+                parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
+            )
+            is_supported = (
+                is_supported and not parts.query and (parts.path in ("", "/") or parts.path[1:].isdecimal())
+            )
         except ValueError:
-            known = False
+            is_supported = False
             parts = None
         if parts is not None and "sentinel" in parts.scheme:
             raise ValueError("Sentinel is not supported: name an address that always leads to the primary")
-        if not known:
+        if not is_supported:
             raise ValueError("must be redis://[user:password@]host[:port][/number], or rediss://")
         return value
 

@@ -59,11 +59,11 @@ class LinkOwner(Protocol):
         """Both connections are open."""
         ...
 
-    def on_down(self, why: str) -> None:
-        """The link is down, or stays down; `why` is without secrets."""
+    def on_down(self, reason: str) -> None:
+        """The link is down, or stays down; `reason` is without secrets."""
         ...
 
-    def on_refused(self, why: str) -> None:
+    def on_refused(self, reason: str) -> None:
         """Redis has answered a command with an error."""
         ...
 
@@ -78,7 +78,7 @@ class RedisLink:
         self._owner = owner
         self._broken = asyncio.Event()
         self._subscribed = asyncio.Event()
-        self._left: set[bytes] = set()
+        self._unconfirmed: set[bytes] = set()
         """Channels whose subscription Redis has not confirmed."""
         self._listening: _Stream | None = None
         self._is_paused = False
@@ -142,7 +142,7 @@ class RedisLink:
                     await listening.connect()  # type: ignore[no-untyped-call]
                     to_write = _Stream(publishing, self._on_answer, self.wake)
                     to_read = _Stream(listening, self._on_message, lambda: None)
-                    self._left, self._listening = set(self._channels), to_read
+                    self._unconfirmed, self._listening = set(self._channels), to_read
                     if self._is_paused:
                         to_read.pause_reading()
                     to_read.write(b"SUBSCRIBE", *self._channels)
@@ -179,8 +179,8 @@ class RedisLink:
                 elif isinstance(message[2], TooLarge):
                     self._owner.on_too_large(message[2].size)
             elif message[0] == b"subscribe":
-                self._left.discard(cast("bytes", message[1]))
-                if not self._left:
+                self._unconfirmed.discard(cast("bytes", message[1]))
+                if not self._unconfirmed:
                     self._subscribed.set()
 
 
@@ -363,8 +363,8 @@ async def _wait_while(event: asyncio.Event, *streams: _Stream) -> None:
     try:
         waits: list[asyncio.Future[Any]] = [waiting, *(stream.failed for stream in streams)]
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for each in done:
-            each.result()
+        for future in done:
+            future.result()
     finally:
         waiting.cancel()
 

@@ -137,9 +137,9 @@ def _form(call: Call) -> dict[str, bytes]:
     if not boundary:
         raise ApiError(400, "Bad Request", "Missing boundary in multipart.")
     form: dict[str, bytes] = {}
-    for part in (b"\r\n" + call.body).split(b"\r\n--" + boundary.encode("latin-1"))[1:]:
-        head, found, content = part.partition(b"\r\n\r\n")
-        if not found:
+    for section in (b"\r\n" + call.body).split(b"\r\n--" + boundary.encode("latin-1"))[1:]:
+        head, separator, content = section.partition(b"\r\n\r\n")
+        if not separator:
             continue
         for field in head.decode("utf-8", "replace").split(";"):
             key, _, value = field.strip().partition("=")
@@ -257,8 +257,8 @@ class SimApp:
         path = "/sim/kv" if call.path.startswith("/sim/kv/") else call.path
         handler = ROUTES.get((call.method, path)) or _stored_response(call)
         if handler is None:
-            known = call.path in _PATHS
-            status, phrase = (405, "Method Not Allowed") if known else (404, "Not Found")
+            is_known_path = call.path in _PATHS
+            status, phrase = (405, "Method Not Allowed") if is_known_path else (404, "Not Found")
             raise ApiError(status, phrase, phrase)
         await handler(call, self.worker)
 
@@ -321,15 +321,15 @@ def _bomb() -> bytes:
 
 
 async def _send_without_end(call: Call) -> None:
-    left = asyncio.create_task(call.wait_for_disconnect())
+    disconnect = asyncio.create_task(call.wait_for_disconnect())
     try:
         await call.start(200, [_TEXT])
-        while not left.done():
+        while not disconnect.done():
             await call.chunk(_LINES)
             await asyncio.sleep(0)  # `chunk` waits only while the client reads too little
     finally:
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(disconnect, return_exceptions=True)
 
 
 def _stored_response(call: Call) -> Handler | None:
@@ -403,7 +403,7 @@ class RunningSim:
                 backlog=4096,
             )
             self.port = self._listener.sockets[0].getsockname()[1]
-            self.worker.place = (self._options.host, self.port)
+            self.worker.address = (self._options.host, self.port)
 
     async def refuse(self) -> None:
         """Refuse new connections; existing ones continue. `start` listens again."""

@@ -77,7 +77,7 @@ class PagedCache:
     byte_hashes: bool = False
     lookahead: int = 0
     """Tokens after each block that its key covers too; then `Chain.keys` are such keys (vLLM 0.33, EAGLE)."""
-    _held: dict[int, Block] = field(default_factory=dict)
+    _by_key: dict[int, Block] = field(default_factory=dict)
     _copies: dict[int, list[Block]] = field(default_factory=dict)
     _idle: OrderedDict[Block, None] = field(default_factory=OrderedDict)
     _empty: int = field(init=False)
@@ -104,13 +104,13 @@ class PagedCache:
     @property
     def held_keys(self) -> set[int]:
         """A copy of the keys of all full blocks; for tests."""
-        return set(self._held)
+        return set(self._by_key)
 
     def match(self, keys: Sequence[int], limit: int) -> int:
         """Number of leading keys that are cached, at most `limit`."""
-        held = self._held
+        by_key = self._by_key
         for position in range(min(limit, len(keys))):
-            if keys[position] not in held:
+            if keys[position] not in by_key:
                 return position
         return min(limit, len(keys))
 
@@ -119,13 +119,13 @@ class PagedCache:
 
         The cache must hold a block for each key.
         """
-        held = self._held
-        return sum(held[keys[position]].refs == 0 for position in range(count))
+        by_key = self._by_key
+        return sum(by_key[keys[position]].refs == 0 for position in range(count))
 
     def take(self, keys: Sequence[int], count: int) -> list[Block]:
         """Add a reference to the blocks of the first `count` keys, which must be cached. Returns the
         blocks."""
-        blocks = [self._held[keys[position]] for position in range(count)]
+        blocks = [self._by_key[keys[position]] for position in range(count)]
         for block in blocks:
             if block.refs == 0:
                 del self._idle[block]
@@ -150,15 +150,15 @@ class PagedCache:
         for position in range(start, stop):
             key, block = keys[position], blocks[position]
             block.key = key
-            if self._held.setdefault(key, block) is not block:
+            if self._by_key.setdefault(key, block) is not block:
                 self._copies.setdefault(key, []).append(block)
         if self.record and stop > start:
-            self._announce(chain, start, stop, first=start)
+            self._announce(chain, start, stop, run_start=start)
 
     def reannounce(self, chain: Chain, count: int) -> None:
         """Announce `count` blocks again from the start (vLLM 0.32, kv_cache_report_mode "full")."""
         if self.record and count:
-            self._announce(chain, 0, count, first=0)
+            self._announce(chain, 0, count, run_start=0)
 
     def free(self, blocks: Sequence[Block]) -> None:
         """Drop a sequence's references to its blocks, given in order. Its last block is evicted first."""
@@ -176,7 +176,7 @@ class PagedCache:
         """Remove all blocks. Returns False and changes nothing while sequences run, as vLLM's reset does."""
         if self.available != self.capacity:
             return False
-        self._held.clear()
+        self._by_key.clear()
         self._copies.clear()
         self._idle.clear()
         self._empty = self.capacity
@@ -210,10 +210,10 @@ class PagedCache:
         assert key is not None  # only full blocks are idle
         copies = self._copies.get(key)
         if copies is None:
-            del self._held[key]
+            del self._by_key[key]
         else:
-            if self._held[key] is block:
-                self._held[key] = copies.pop(0)
+            if self._by_key[key] is block:
+                self._by_key[key] = copies.pop(0)
             else:
                 copies.remove(block)
             if not copies:
@@ -221,13 +221,13 @@ class PagedCache:
         if self.record:
             self._events.append(BlockRemoved([self.external_hash(key)], medium="GPU", group_idx=0))
 
-    def _announce(self, chain: Chain, start: int, stop: int, *, first: int) -> None:
+    def _announce(self, chain: Chain, start: int, stop: int, *, run_start: int) -> None:
         size = self.block_size
-        extra = [chain.extra_keys(place * size, (place + 1) * size) for place in range(start, stop)]
+        extra = [chain.extra_keys(position * size, (position + 1) * size) for position in range(start, stop)]
         self._events.append(
             BlockStored(
                 block_hashes=[self.external_hash(key) for key in chain.keys[start:stop]],
-                parent_block_hash=self.external_hash(chain.keys[first - 1]) if first else None,
+                parent_block_hash=self.external_hash(chain.keys[run_start - 1]) if run_start else None,
                 token_ids=list(chain.token_ids[start * size : stop * size]),
                 block_size=size,
                 lora_id=chain.lora_id,
@@ -263,37 +263,37 @@ class LruTier:
     """
 
     capacity: int
-    _held: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._held
+        return key in self._keys
 
     def run_end(self, keys: Sequence[int], start: int, stop: int) -> int:
         """End of the run of held keys that begins at `start`, at most `stop`."""
-        held = self._held
-        while start < stop and keys[start] in held:
+        held_keys = self._keys
+        while start < stop and keys[start] in held_keys:
             start += 1
         return start
 
     def put(self, keys: Sequence[int]) -> list[int]:
         """Add the keys of a prompt, in order. Returns the evicted keys."""
-        held = self._held
+        held_keys = self._keys
         if not self.capacity:
             return []
         for key in reversed(keys):
-            held[key] = None
-            held.move_to_end(key)
+            held_keys[key] = None
+            held_keys.move_to_end(key)
         evicted = []
-        while len(held) > self.capacity:
-            evicted.append(held.popitem(last=False)[0])
+        while len(held_keys) > self.capacity:
+            evicted.append(held_keys.popitem(last=False)[0])
         return evicted
 
     def touch(self, keys: Sequence[int]) -> None:
         """Mark the keys that the tier holds as used; ignore the others."""
-        held = self._held
+        held_keys = self._keys
         for key in reversed(keys):
-            if key in held:
-                held.move_to_end(key)
+            if key in held_keys:
+                held_keys.move_to_end(key)
 
 
 @dataclass(slots=True)

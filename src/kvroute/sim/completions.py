@@ -43,7 +43,7 @@ async def stream(
     `opening` is sent before the first token. Raises `ExchangeEnded` if the client leaves; this aborts the
     generation.
     """
-    sent = [0] * len(generation.requests)
+    sent_tokens = [0] * len(generation.requests)
     parts = [opening] if opening else []
     async with worker.abort_on_disconnect(call, generation):
         done = False
@@ -54,9 +54,9 @@ async def stream(
             iteration = generation.iteration
             for sequence, request in enumerate(generation.requests):
                 produced = request.produced(iteration)
-                for position in range(sent[sequence], produced):
+                for position in range(sent_tokens[sequence], produced):
                     parts.append(event(sequence, position))
-                sent[sequence] = max(sent[sequence], produced)
+                sent_tokens[sequence] = max(sent_tokens[sequence], produced)
             if parts:
                 if not call.started:
                     await call.start(200, [SSE])
@@ -350,12 +350,17 @@ async def _stream(
                 fronts[sequence] + delta + b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
             )
         tokens = answer.token_ids[position : position + 1]
-        rest: dict[str, Any] = {"logprobs": None, "finish_reason": chat.reason(answer) if last else None}
+        choice_fields: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": chat.reason(answer) if last else None,
+        }
         if params.logprobs is not None:
-            rest["logprobs"] = {"content": _logprobs(answer, params.logprobs, position, position + 1)}
+            choice_fields["logprobs"] = {
+                "content": _logprobs(answer, params.logprobs, position, position + 1)
+            }
         if last:
-            rest["stop_reason"] = answer.stop_reason
-        rest["token_ids"] = list(tokens) if params.return_token_ids else None
+            choice_fields["stop_reason"] = answer.stop_reason
+        choice_fields["token_ids"] = list(tokens) if params.return_token_ids else None
         end = b"}]}\n\n"
         if params.continuous_usage:
             count = len(chat.prompt)
@@ -365,7 +370,7 @@ async def _stream(
                 "completion_tokens": position + 1,
             }
             end = b'}],"usage":' + _json(usage) + b"}\n\n"
-        return fronts[sequence] + delta + b"}," + _json(rest)[1:-1] + end
+        return fronts[sequence] + delta + b"}," + _json(choice_fields)[1:-1] + end
 
     await stream(call, worker, generation, event, opening)
 

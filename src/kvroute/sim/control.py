@@ -142,12 +142,16 @@ def exposition(worker: SimWorker) -> str:
         *((({"operation": "sleep"}, float(worker.sleeps)),) if worker.sleeps else ()),
     )
     for name, help_text, figure in (
-        ("prefix_cache_queries", "Prefix cache queries, in tokens.", lambda each: each.cache_queries),
-        ("prefix_cache_hits", "Prefix cache hits, in tokens.", lambda each: each.cache_hits),
-        ("prompt_tokens", "Number of prefill tokens processed.", lambda each: each.prompt_tokens),
-        ("prompt_tokens_cached", "Number of cached prompt tokens.", lambda each: each.cache_hits),
-        ("generation_tokens", "Number of generation tokens processed.", lambda each: each.generation_tokens),
-        ("num_preemptions", "Cumulative number of preemptions.", lambda each: 0),
+        ("prefix_cache_queries", "Prefix cache queries, in tokens.", lambda counters: counters.cache_queries),
+        ("prefix_cache_hits", "Prefix cache hits, in tokens.", lambda counters: counters.cache_hits),
+        ("prompt_tokens", "Number of prefill tokens processed.", lambda counters: counters.prompt_tokens),
+        ("prompt_tokens_cached", "Number of cached prompt tokens.", lambda counters: counters.cache_hits),
+        (
+            "generation_tokens",
+            "Number of generation tokens processed.",
+            lambda counters: counters.generation_tokens,
+        ),
+        ("num_preemptions", "Cumulative number of preemptions.", lambda counters: 0),
     ):
         values = of_each(lambda engine, figure=figure: float(figure(engine.counters)))  # type: ignore[misc]
         family(f"vllm:{name}_total", "counter", help_text, *values)
@@ -202,10 +206,10 @@ def _escape(value: str) -> str:
 
 async def kv_event_sources(call: Call, worker: SimWorker) -> None:
     """GET /kv_event_sources: the bound addresses by data-parallel rank."""
-    found: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for publisher in worker.publishers:
-        found |= publisher.sources()
-    await call.respond(found)
+        sources |= publisher.sources()
+    await call.respond(sources)
 
 
 async def reset_prefix_cache(call: Call, worker: SimWorker) -> None:
@@ -411,22 +415,22 @@ async def score(call: Call, worker: SimWorker) -> None:
     """POST /score and /v1/score: one text against several, or pairs, under any of vLLM's field names."""
     body = call.json()
     model = worker.model(body)
-    for first, second in (
+    for query_field, document_field in (
         ("queries", "documents"),
         ("queries", "items"),
         ("data_1", "data_2"),
         ("text_1", "text_2"),
     ):
-        if first in body and second in body:
-            left, right = _texts(body, first), _texts(body, second)
+        if query_field in body and document_field in body:
+            queries, documents = _texts(body, query_field), _texts(body, document_field)
             break
     else:
         raise ApiError.validation("missing", "body.text_1", "Field required")
-    if len(left) == 1:
-        left = left * len(right)
-    if len(left) != len(right):
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    if len(queries) != len(documents):
         raise ApiError.invalid("Input lengths must be either 1:1, 1:N or N:N")
-    pairs = [encode(a) + encode(b) for a, b in zip(left, right, strict=True)]
+    pairs = [encode(a) + encode(b) for a, b in zip(queries, documents, strict=True)]
     usage = await _compute(call, worker, pairs, model)
     data = [
         {"index": index, "object": "score", "score": _unit(fingerprint(pair, model))}

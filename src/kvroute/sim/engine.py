@@ -83,11 +83,11 @@ class EngineRequest:
 class Progress:
     """The result of an iteration.
 
-    `first`: requests whose prefill ended, with their first token. `finished`: requests that ended; one of
-    them may be in `first` too. `refused`: requests that can never run.
+    `prefilled`: requests whose prefill ended, with their first token. `finished`: requests that ended; one of
+    them may be in `prefilled` too. `refused`: requests that can never run.
     """
 
-    first: list[EngineRequest]
+    prefilled: list[EngineRequest]
     finished: list[EngineRequest]
     refused: list[EngineRequest]
     events: list[KvEvent]
@@ -223,10 +223,10 @@ class SimEngine:
                 self._stop_decode(request, request.output_tokens)
                 self._end(request)
                 finished.append(request)
-        first = [r for r in self._prefilling if r.computed >= r.prompt_tokens]
-        if first:
+        prefilled = [r for r in self._prefilling if r.computed >= r.prompt_tokens]
+        if prefilled:
             self._prefilling = [r for r in self._prefilling if r.computed < r.prompt_tokens]
-            for request in first:
+            for request in prefilled:
                 self.counters.prompt_tokens += request.prompt_tokens
                 self.counters.generation_tokens += min(1, request.output_tokens)
                 if request.output_tokens <= 1:
@@ -235,7 +235,7 @@ class SimEngine:
                 else:
                     self._start_decode(request, now)
         refused, self._refused = self._refused, []
-        return Progress(first, finished, refused, self.cache.take_events())
+        return Progress(prefilled, finished, refused, self.cache.take_events())
 
     def free_kept(self, request: EngineRequest) -> None:
         """Free the blocks of a finished request with `keeps_blocks`; a second call does nothing."""
@@ -287,11 +287,11 @@ class SimEngine:
 
     def _schedule_chunk(self, request: EngineRequest, budget: int) -> tuple[int, float]:
         chunk = min(budget, request.prompt_tokens - request.computed)
-        before = request.computed
-        request.computed = before + chunk
+        already_computed = request.computed
+        request.computed = already_computed + chunk
         self._allocate_up_to(request, request.computed)
         self._store(request)
-        return chunk, chunk * (before + chunk / 2)
+        return chunk, chunk * (already_computed + chunk / 2)
 
     def _allocate_up_to(self, request: EngineRequest, tokens: int) -> None:
         need = -(-tokens // self.cache.block_size) - len(request.blocks)
@@ -512,7 +512,7 @@ class EngineDriver:
         progress = engine.finish()
         if progress.events and self._publish is not None:
             self._publish(progress.events)
-        for request in progress.first:
+        for request in progress.prefilled:
             generation = request.owner
             assert isinstance(generation, Generation)
             if generation.streamed and request.phase is not RequestPhase.ABORTED:

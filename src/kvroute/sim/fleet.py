@@ -140,7 +140,7 @@ class SimFleet:
         progress = self.engines[worker].finish()
         if progress.events:
             self.placement.events(worker, progress.events, self.now)
-        for item in progress.first:
+        for item in progress.prefilled:
             self._first_token(item)
         for item in progress.finished:
             self._finished(item)

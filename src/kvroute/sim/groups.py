@@ -123,7 +123,7 @@ Table = list["GroupBlock | None"]
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class SequenceBlocks:
     """What one sequence holds, per group; None where a block was skipped or freed. Mutable."""
 
     tables: list[Table]
@@ -173,7 +173,7 @@ class GroupedCache(PagedCache):
     def longest_hit(self, chain: Chain, prompt: int) -> tuple[int, list[Table], int]:
         """Tokens that all groups hold, the blocks per group, and the longest length that any group held."""
         layout = self.layout
-        known = prompt // layout.hash_size
+        key_count = prompt // layout.hash_size
         hit, longest = prompt - 1, 0
         tables: list[Table] = [[] for _ in layout.groups]
         lengths = [0] * len(layout.groups)
@@ -183,25 +183,25 @@ class GroupedCache(PagedCache):
         verified: set[int] = set()
         while True:
             current = hit
-            for place, members in enumerate(ordered):
+            for order, members in enumerate(ordered):
                 group = layout.groups[members[0]]
-                if group.kind in _WHOLE and place in looked_up:
+                if group.kind in _WHOLE and order in looked_up:
                     current = min(current, lengths[members[0]])
                     continue
-                looked_up.add(place)
-                drop = layout.drops_last and place not in verified
+                looked_up.add(order)
+                drop = layout.drops_last and order not in verified
                 limit = current
                 if drop and len(layout.groups) > 1 and group.kind is not GroupKind.STATE:
                     fine = layout.partial_hits and group.block_size > layout.hash_size
                     margin = layout.hash_size if fine else group.block_size
-                    limit = min(current + margin, known * layout.hash_size)
-                found, length = self._find(chain, members, limit, known, drop)
+                    limit = min(current + margin, key_count * layout.hash_size)
+                group_tables, length = self._find(chain, members, limit, key_count, drop)
                 if drop:
-                    verified.add(place)
+                    verified.add(order)
                 elif length < current:
                     verified.clear()
                 current = length
-                for member, table in zip(members, found, strict=True):
+                for member, table in zip(members, group_tables, strict=True):
                     tables[member], lengths[member] = table, length
                 longest = max(longest, current)
             if current >= hit:
@@ -225,7 +225,7 @@ class GroupedCache(PagedCache):
         key = chain.keys[tokens // self.layout.hash_size - 1]
         blocks = []
         for member in members:
-            block = self._held.get(key | member << _KEY_BITS)
+            block = self._by_key.get(key | member << _KEY_BITS)
             if block is None:
                 return None
             assert isinstance(block, GroupBlock)
@@ -233,103 +233,103 @@ class GroupedCache(PagedCache):
         return blocks
 
     def _find(
-        self, chain: Chain, members: list[int], limit: int, known: int, drop: bool
+        self, chain: Chain, members: list[int], limit: int, key_count: int, drop: bool
     ) -> tuple[list[Table], int]:
         group = self.layout.groups[members[0]]
-        places = min(limit, known * self.layout.hash_size) // group.block_size
+        block_count = min(limit, key_count * self.layout.hash_size) // group.block_size
         if group.kind in _WHOLE:
-            return self._find_whole(chain, members, group, limit, known, drop)
+            return self._find_whole(chain, members, group, limit, key_count, drop)
         if group.kind is GroupKind.WINDOW:
-            return self._find_window(chain, members, group, places, drop)
+            return self._find_window(chain, members, group, block_count, drop)
         if group.kind is GroupKind.CHUNK:
-            return self._find_chunk(chain, members, group, limit, places)
-        return self._find_state(chain, members, group, limit, known)
+            return self._find_chunk(chain, members, group, limit, block_count)
+        return self._find_state(chain, members, group, limit, key_count)
 
     def _find_whole(
-        self, chain: Chain, members: list[int], group: Group, limit: int, known: int, drop: bool
+        self, chain: Chain, members: list[int], group: Group, limit: int, key_count: int, drop: bool
     ) -> tuple[list[Table], int]:
         size, step = group.block_size, self.layout.alignment
-        found: list[Table] = [[] for _ in members]
-        limit = min(limit, known * self.layout.hash_size)
-        for place in range(limit // size):
-            blocks = self._held_by(chain, members, (place + 1) * size)
+        tables: list[Table] = [[] for _ in members]
+        limit = min(limit, key_count * self.layout.hash_size)
+        for index in range(limit // size):
+            blocks = self._held_by(chain, members, (index + 1) * size)
             if blocks is None:
                 break
-            for table, block in zip(found, blocks, strict=True):
+            for table, block in zip(tables, blocks, strict=True):
                 table.append(block)
-        length = len(found[0]) * size
+        length = len(tables[0]) * size
         if step < size and size % step == 0:
             last = min(length + size - step, limit // step * step)
             for tokens in range(last, length, -step):
                 blocks = self._held_by(chain, members, tokens)
                 if blocks is not None:
-                    for table, block in zip(found, blocks, strict=True):
+                    for table, block in zip(tables, blocks, strict=True):
                         table.append(block)
                     length = tokens
                     break
         if drop and length:
             length -= min(step, size)
         length -= length % step
-        for table in found:
+        for table in tables:
             del table[-(-length // size) :]
-        return found, length
+        return tables, length
 
     def _find_window(
-        self, chain: Chain, members: list[int], group: Group, places: int, drop: bool
+        self, chain: Chain, members: list[int], group: Group, block_count: int, drop: bool
     ) -> tuple[list[Table], int]:
         size, step = group.block_size, self.layout.alignment
         need = -(-(group.span - 1) // size) + drop
-        found: list[Table] = [[None] * places for _ in members]
+        tables: list[Table] = [[None] * block_count for _ in members]
         run, complete = 0, False
-        for place in range(places - 1, -1, -1):
-            blocks = self._held_by(chain, members, (place + 1) * size)
+        for index in range(block_count - 1, -1, -1):
+            blocks = self._held_by(chain, members, (index + 1) * size)
             if blocks is None:
                 run = 0
                 continue
-            if run == 0 and (place + (0 if drop else 1)) * size % step:
+            if run == 0 and (index + (0 if drop else 1)) * size % step:
                 continue
-            for table, block in zip(found, blocks, strict=True):
-                table[place] = block
+            for table, block in zip(tables, blocks, strict=True):
+                table[index] = block
             run += 1
             if run >= need:
-                for table in found:
-                    del table[place + run :]
+                for table in tables:
+                    del table[index + run :]
                 complete = True
                 break
         if not complete:
             # A window that reaches back to the start of the prompt needs no more.
             while run * size % step:
                 run -= 1
-            for table in found:
+            for table in tables:
                 del table[run:]
-        if drop and found[0]:
-            for table in found:
+        if drop and tables[0]:
+            for table in tables:
                 table.pop()
-        while len(found[0]) * size % step:
-            for table in found:
+        while len(tables[0]) * size % step:
+            for table in tables:
                 table.pop()
-        return found, len(found[0]) * size
+        return tables, len(tables[0]) * size
 
     def _find_chunk(
-        self, chain: Chain, members: list[int], group: Group, limit: int, places: int
+        self, chain: Chain, members: list[int], group: Group, limit: int, block_count: int
     ) -> tuple[list[Table], int]:
         size = group.block_size
-        first = max(0, limit) // group.span * group.span // size
-        found: list[Table] = [[None] * first for _ in members]
-        for place in range(first, places):
-            blocks = self._held_by(chain, members, (place + 1) * size)
+        start = max(0, limit) // group.span * group.span // size
+        tables: list[Table] = [[None] * start for _ in members]
+        for index in range(start, block_count):
+            blocks = self._held_by(chain, members, (index + 1) * size)
             if blocks is None:
                 break
-            for table, block in zip(found, blocks, strict=True):
+            for table, block in zip(tables, blocks, strict=True):
                 table.append(block)
-        return found, len(found[0]) * size
+        return tables, len(tables[0]) * size
 
     def _find_state(
-        self, chain: Chain, members: list[int], group: Group, limit: int, known: int
+        self, chain: Chain, members: list[int], group: Group, limit: int, key_count: int
     ) -> tuple[list[Table], int]:
         size = group.block_size
         step = self.layout.alignment if self.layout.partial_hits else size
-        limit = min(limit, known * self.layout.hash_size)
+        limit = min(limit, key_count * self.layout.hash_size)
         for tokens in range(limit // step * step, 0, -step):
             blocks = self._held_by(chain, members, tokens)
             if blocks is None or (step == size and tokens % self.layout.alignment):
@@ -352,10 +352,10 @@ class GroupedCache(PagedCache):
         """Number of blocks in `tables` that no sequence uses."""
         return sum(block.refs == 0 for table in tables for block in table if block is not None)
 
-    def begin(self, hit: int, tables: list[Table], boundary: int) -> Held:
+    def begin(self, hit: int, tables: list[Table], boundary: int) -> SequenceBlocks:
         """Start a sequence with the blocks of its hit."""
         groups = self.layout.groups
-        sequence = Held(
+        sequence = SequenceBlocks(
             tables=[],
             cached=[],
             boundary=boundary,
@@ -371,16 +371,16 @@ class GroupedCache(PagedCache):
                     if block.refs == 0:
                         del self._idle[block]
                     block.refs += 1
-            own: Table = [*([None] * skipped), *kept] if hit else []
-            sequence.tables.append(own)
-            sequence.cached.append(len(own))
+            sequence_table: Table = [*([None] * skipped), *kept] if hit else []
+            sequence.tables.append(sequence_table)
+            sequence.cached.append(len(sequence_table))
             if kept and hit % group.block_size:
-                sequence.shared_tail[number] = len(own) - 1
-                sequence.cached[number] = len(own) - 1
+                sequence.shared_tail[number] = len(sequence_table) - 1
+                sequence.cached[number] = len(sequence_table) - 1
         return sequence
 
     def advance(
-        self, sequence: Held, chain: Chain, prompt: int, computed: int, tokens: int, slots: int
+        self, sequence: SequenceBlocks, chain: Chain, prompt: int, computed: int, tokens: int, slots: int
     ) -> None:
         """Let a sequence compute from `computed` to `tokens`, with room for `slots`."""
         groups = self.layout.groups
@@ -397,7 +397,7 @@ class GroupedCache(PagedCache):
         for number, group in enumerate(groups):
             self._store_group(sequence, chain, number, group, prompt, computed, tokens)
 
-    def end(self, sequence: Held) -> None:
+    def end(self, sequence: SequenceBlocks) -> None:
         """Free a sequence's blocks, group by group; its last blocks are evicted first."""
         for table in sequence.tables:
             # vLLM puts the blocks without a key in front of the free queue, as if they were empty.
@@ -419,7 +419,7 @@ class GroupedCache(PagedCache):
         """Keys that the first group with full attention holds, or the first group."""
         whole = [n for n, group in enumerate(self.layout.groups) if group.kind in _WHOLE]
         number = whole[0] if whole else 0
-        return {key & _KEY_MASK for key in self._held if key >> _KEY_BITS == number}
+        return {key & _KEY_MASK for key in self._by_key if key >> _KEY_BITS == number}
 
     def _release(self, block: GroupBlock) -> None:
         block.refs -= 1
@@ -429,58 +429,58 @@ class GroupedCache(PagedCache):
             else:
                 self._idle[block] = None
 
-    def _free_skipped(self, sequence: Held, number: int, group: Group, computed: int) -> None:
+    def _free_skipped(self, sequence: SequenceBlocks, number: int, group: Group, computed: int) -> None:
         table, size = sequence.tables[number], group.block_size
         stop = min(group.skipped(computed) // size, len(table))
         if group.kind is GroupKind.STATE:
-            for place in range(stop - 1, sequence.retired[number] - 1, -1):
-                self._drop(table, place)
+            for index in range(stop - 1, sequence.retired[number] - 1, -1):
+                self._drop(table, index)
             sequence.retired[number] = max(sequence.retired[number], stop)
             last = sequence.last_state[number]
             if 0 <= last < -(-computed // size) - 1:
                 self._drop(table, last)
             return
-        for place in range(stop - 1, -1, -1):
-            if table[place] is None:
+        for index in range(stop - 1, -1, -1):
+            if table[index] is None:
                 break
-            self._drop(table, place)
+            self._drop(table, index)
 
-    def _drop(self, table: Table, place: int) -> None:
-        block = table[place]
+    def _drop(self, table: Table, index: int) -> None:
+        block = table[index]
         if block is not None:
             self._release(block)
-            table[place] = None
+            table[index] = None
 
     def _new_blocks(self, count: int) -> list[GroupBlock]:
         return [block for block in self.allocate(count) if isinstance(block, GroupBlock)]
 
-    def _allocate_blocks(self, sequence: Held, number: int, group: Group, slots: int) -> None:
+    def _allocate_blocks(self, sequence: SequenceBlocks, number: int, group: Group, slots: int) -> None:
         table = sequence.tables[number]
         if number in sequence.shared_tail:
-            place = sequence.shared_tail.pop(number)
-            source = table[place]
+            index = sequence.shared_tail.pop(number)
+            source = table[index]
             assert source is not None
-            own = self._new_blocks(1)[0]
-            own.refs += 1
-            table[place] = own
-            self._copied += ((number, source), (number, own))
+            copy = self._new_blocks(1)[0]
+            copy.refs += 1
+            table[index] = copy
+            self._copied += ((number, source), (number, copy))
         table += self._new_blocks(max(0, -(-slots // group.block_size) - len(table)))
 
     def _reserve_checkpoint(
-        self, sequence: Held, number: int, group: Group, prompt: int, computed: int, tokens: int
+        self, sequence: SequenceBlocks, number: int, group: Group, prompt: int, computed: int, tokens: int
     ) -> None:
         sequence.checkpoints.pop(number, None)
         position = self.layout.checkpoint(tokens, self.layout.alignment)
-        table, place = sequence.tables[number], -(-tokens // group.block_size) - 2
+        table, index = sequence.tables[number], -(-tokens // group.block_size) - 2
         if (
             self.layout.checkpoints
             and position > 0
             and (self.layout.retention != 0 or tokens >= prompt)
             and self._can_checkpoint(group, computed, tokens, position)
-            and place >= 0
-            and (place >= len(table) or table[place] is None)
+            and index >= 0
+            and (index >= len(table) or table[index] is None)
         ):
-            sequence.checkpoints[number] = (position, place)
+            sequence.checkpoints[number] = (position, index)
 
     def _can_checkpoint(self, group: Group, start: int, end: int, position: int) -> bool:
         unit = self.layout.hash_size
@@ -491,20 +491,20 @@ class GroupedCache(PagedCache):
             and start < position < end
         )
 
-    def _allocate_state(self, sequence: Held, number: int, group: Group, tokens: int) -> None:
+    def _allocate_state(self, sequence: SequenceBlocks, number: int, group: Group, tokens: int) -> None:
         table = sequence.tables[number]
         required, checkpoint = -(-tokens // group.block_size), number in sequence.checkpoints
         tail = sequence.shared_tail.pop(number, None)
         started, sequence.started[number] = sequence.started[number], True
         if required <= len(table) and tail is None and not checkpoint:
             return
-        before = len(table)
-        if started or before:
-            sequence.last_state[number] = before - 1
-        table += [None] * (required - 1 - checkpoint - before)
-        own = self._new_blocks(max(0, required - len(table)) + (tail is not None))
+        old_length = len(table)
+        if started or old_length:
+            sequence.last_state[number] = old_length - 1
+        table += [None] * (required - 1 - checkpoint - old_length)
+        new_blocks = self._new_blocks(max(0, required - len(table)) + (tail is not None))
         if tail is not None:
-            copy, *own = own
+            copy, *new_blocks = new_blocks
             source = table[tail]
             assert source is not None
             if started:
@@ -517,28 +517,35 @@ class GroupedCache(PagedCache):
                 copy.refs += 1
                 table[tail] = copy
             self._copied += ((number, source), (number, copy))
-        table += own
+        table += new_blocks
 
     def _move_keys(self, source: GroupBlock, target: GroupBlock) -> None:
         keys = [key for key in (source.key, *source.extra) if key is not None]
         target.key, target.extra, target.tokens = keys[0] if keys else None, keys[1:], source.tokens
         source.key, source.extra, source.tokens = None, [], 0
         for key in keys:
-            if self._held.get(key) is source:
-                self._held[key] = target
+            if self._by_key.get(key) is source:
+                self._by_key[key] = target
             else:
                 copies = self._copies[key]
                 copies[copies.index(source)] = target
 
     def _store_group(
-        self, sequence: Held, chain: Chain, number: int, group: Group, prompt: int, computed: int, tokens: int
+        self,
+        sequence: SequenceBlocks,
+        chain: Chain,
+        number: int,
+        group: Group,
+        prompt: int,
+        computed: int,
+        tokens: int,
     ) -> None:
         layout, size = self.layout, group.block_size
         end = self._storable(tokens, size)
-        first, stop = sequence.cached[number], end // size
-        if stop > first:
-            wanted = self._wanted(group, sequence, prompt, first, stop)
-            self._store_blocks(sequence.tables[number], chain, number, group, first, stop, wanted)
+        start, stop = sequence.cached[number], end // size
+        if stop > start:
+            wanted = self._wanted(group, sequence, prompt, start, stop)
+            self._store_blocks(sequence.tables[number], chain, number, group, start, stop, wanted)
             sequence.cached[number] = stop
         if group.kind in _WHOLE and size != layout.hash_size:
             self._store_tail(sequence, chain, number, group, prompt, end)
@@ -553,8 +560,10 @@ class GroupedCache(PagedCache):
         aligned = tokens // layout.unit * layout.unit
         return min(tokens, aligned + size) if layout.drops_last and aligned else aligned
 
-    def _wanted(self, group: Group, sequence: Held, prompt: int, first: int, stop: int) -> list[bool] | None:
-        """Which blocks of `first` to `stop` are worth keeping; None: all."""
+    def _wanted(
+        self, group: Group, sequence: SequenceBlocks, prompt: int, start: int, stop: int
+    ) -> list[bool] | None:
+        """Which blocks of `start` to `stop` are worth keeping; None: all."""
         layout, size, step = self.layout, group.block_size, self.layout.alignment
         is_window = group.kind is GroupKind.WINDOW
         if not (
@@ -567,27 +576,27 @@ class GroupedCache(PagedCache):
         every = layout.retention
         if every is None:
             every = step
-        wanted = [False] * (stop - first)
+        wanted = [False] * (stop - start)
         if every:
             period = every // size
             if need >= period if is_window else period <= 1:
                 return None
-            for place in range(first, stop):
-                if place >= shift and (place - shift) % period >= period - need:
-                    wanted[place - first] = True
+            for index in range(start, stop):
+                if index >= shift and (index - shift) % period >= period - need:
+                    wanted[index - start] = True
         if layout.retention is not None:
             for boundary in self._boundaries(prompt, sequence.boundary):
                 end = boundary // step * step // size + shift
-                for place in range(max(first, end - need), min(stop, end)):
-                    wanted[place - first] = True
+                for index in range(max(start, end - need), min(stop, end)):
+                    wanted[index - start] = True
         return wanted
 
     def _boundaries(self, prompt: int, shared: int) -> list[int]:
         unit = self.layout.unit
-        found = [prompt - 1]
+        boundaries = [prompt - 1]
         if self.layout.drops_last:
-            found = [max(0, (prompt - 1) // unit * unit - unit), max(0, prompt // unit * unit - unit)]
-        return [*found, shared] if shared else found
+            boundaries = [max(0, (prompt - 1) // unit * unit - unit), max(0, prompt // unit * unit - unit)]
+        return [*boundaries, shared] if shared else boundaries
 
     def _store_blocks(
         self,
@@ -595,54 +604,54 @@ class GroupedCache(PagedCache):
         chain: Chain,
         number: int,
         group: Group,
-        first: int,
+        start: int,
         stop: int,
         wanted: list[bool] | None,
     ) -> None:
-        size, places = group.block_size, []
-        for place in range(first, stop):
-            block = table[place]
-            if block is None or (wanted is not None and not wanted[place - first]):
+        size, indexes = group.block_size, []
+        for index in range(start, stop):
+            block = table[index]
+            if block is None or (wanted is not None and not wanted[index - start]):
                 continue
             if block.key is not None:
                 self._remove_keys(block)
-            self._insert(block, self._key(chain, number, (place + 1) * size), (place + 1) * size)
+            self._insert(block, self._key(chain, number, (index + 1) * size), (index + 1) * size)
             if group.kind is GroupKind.STATE and block.key is not None:
                 self._this_step.add(block.key)
-            places.append(place)
+            indexes.append(index)
         if self.record:
             self._events.append(
                 self._stored(
                     chain,
                     number,
                     group,
-                    hashes=[self._key(chain, number, (place + 1) * size) for place in places],
-                    parent=self._key(chain, number, first * size) if first else None,
-                    span=(first * size, stop * size),
+                    hashes=[self._key(chain, number, (index + 1) * size) for index in indexes],
+                    parent=self._key(chain, number, start * size) if start else None,
+                    span=(start * size, stop * size),
                     size=size,
-                    starts=[place * size for place in places],
+                    starts=[index * size for index in indexes],
                 )
             )
 
     def _store_tail(
-        self, sequence: Held, chain: Chain, number: int, group: Group, prompt: int, end: int
+        self, sequence: SequenceBlocks, chain: Chain, number: int, group: Group, prompt: int, end: int
     ) -> None:
         unit = self.layout.hash_size
         boundary = (prompt if self.layout.drops_last else prompt - 1) // unit * unit
-        place, table = boundary // group.block_size, sequence.tables[number]
-        if 0 < boundary <= end and boundary % group.block_size and place < len(table):
-            block = table[place]
+        index, table = boundary // group.block_size, sequence.tables[number]
+        if 0 < boundary <= end and boundary % group.block_size and index < len(table):
+            block = table[index]
             if block is not None:
                 self._store_partial(chain, number, group, block, boundary)
 
     def _store_state_tail(
-        self, sequence: Held, chain: Chain, number: int, group: Group, prompt: int, end: int
+        self, sequence: SequenceBlocks, chain: Chain, number: int, group: Group, prompt: int, end: int
     ) -> None:
         layout, size = self.layout, group.block_size
         table = sequence.tables[number]
         if number in sequence.checkpoints:
-            position, place = sequence.checkpoints[number]
-            block = table[place]
+            position, index = sequence.checkpoints[number]
+            block = table[index]
             assert block is not None
             if not self._keeps_checkpoint(sequence, group, prompt, position):
                 self._remove_keys(block)
@@ -651,17 +660,17 @@ class GroupedCache(PagedCache):
             return
         if end <= 0 or end % layout.hash_size or end != layout.checkpoint(prompt, layout.hash_size):
             return
-        place = -(-end // size) - 1
-        state = table[place] if place < len(table) else None
+        index = -(-end // size) - 1
+        state = table[index] if index < len(table) else None
         if state is None:
             return
         self._store_partial(chain, number, group, state, end)
         self._this_step.add(self._key(chain, number, end))
         if end % size:
-            sequence.shared_tail[number] = place
-            sequence.cached[number] = place
+            sequence.shared_tail[number] = index
+            sequence.cached[number] = index
 
-    def _keeps_checkpoint(self, sequence: Held, group: Group, prompt: int, position: int) -> bool:
+    def _keeps_checkpoint(self, sequence: SequenceBlocks, group: Group, prompt: int, position: int) -> bool:
         layout = self.layout
         if position in (layout.checkpoint(prompt, layout.alignment), sequence.boundary):
             return True
@@ -681,10 +690,10 @@ class GroupedCache(PagedCache):
         replaced: bool = False,
     ) -> None:
         key, unit = self._key(chain, number, tokens), self.layout.hash_size
-        known = key == block.key or key in block.extra
+        is_stored = key == block.key or key in block.extra
         if replaced:
             self._remove_keys(block)
-        elif known:
+        elif is_stored:
             return
         elif block.key is not None and block.tokens < tokens:
             self._remove_keys(block)
@@ -714,7 +723,7 @@ class GroupedCache(PagedCache):
             block.key, block.tokens = key, tokens
         else:
             block.extra.append(key)
-        if self._held.setdefault(key, block) is not block:
+        if self._by_key.setdefault(key, block) is not block:
             self._copies.setdefault(key, []).append(block)
 
     def _remove_keys(self, block: GroupBlock) -> None:
@@ -723,10 +732,10 @@ class GroupedCache(PagedCache):
         for key in keys:
             copies = self._copies.get(key)
             if copies is None:
-                del self._held[key]
+                del self._by_key[key]
             else:
-                if self._held[key] is block:
-                    self._held[key] = copies.pop(0)
+                if self._by_key[key] is block:
+                    self._by_key[key] = copies.pop(0)
                 else:
                     copies.remove(block)
                 if not copies:
@@ -745,7 +754,7 @@ class GroupedCache(PagedCache):
         """Announce the blocks of a hit again (vLLM 0.32, kv_cache_report_mode "full")."""
         for number, (group, table) in enumerate(zip(self.layout.groups, tables, strict=True)):
             if self.record and table:
-                ends = [(place + 1) * group.block_size for place in range(len(table))]
+                ends = [(index + 1) * group.block_size for index in range(len(table))]
                 self._events.append(
                     self._stored(
                         chain,
@@ -792,7 +801,7 @@ class GroupedEngine(SimEngine):
     """An engine whose cache has groups; a decoding sequence costs CPU time in every iteration. Mutable, as
     `SimEngine` is."""
 
-    _sequences: dict[EngineRequest, Held] = field(default_factory=dict)
+    _sequences: dict[EngineRequest, SequenceBlocks] = field(default_factory=dict)
 
     @property
     def _grouped(self) -> GroupedCache:
@@ -861,14 +870,14 @@ class GroupedEngine(SimEngine):
         return total
 
     def _schedule_chunk(self, request: EngineRequest, budget: int) -> tuple[int, float]:
-        before = request.computed
-        chunk = min(budget, request.prompt_tokens - before)
+        already_computed = request.computed
+        chunk = min(budget, request.prompt_tokens - already_computed)
         if self._grouped.layout.has_states:
             chunk = self._end_at_state(request, chunk)
         if chunk:
-            request.computed = before + chunk
-            self._advance(request, before)
-        return chunk, chunk * (before + chunk / 2)
+            request.computed = already_computed + chunk
+            self._advance(request, already_computed)
+        return chunk, chunk * (already_computed + chunk / 2)
 
     def _end_at_state(self, request: EngineRequest, chunk: int) -> int:
         """Shorten a chunk so that it ends where a state has to be stored."""
@@ -901,14 +910,16 @@ class GroupedEngine(SimEngine):
         end = min((stop for stop in stops if start < stop < end), default=end)
         return max(0, end - start)
 
-    def _advance(self, request: EngineRequest, before: int) -> None:
+    def _advance(self, request: EngineRequest, already_computed: int) -> None:
         cache, sequence = self._grouped, self._sequences[request]
         drafted = cache.layout.drafted_tokens
         slots = request.computed + drafted * (1 if request.phase is RequestPhase.PREFILL else 2)
-        cache.advance(sequence, request.chain, request.prompt_tokens, before, request.computed, slots)
-        held = sum(block is not None for table in sequence.tables for block in table)
+        cache.advance(
+            sequence, request.chain, request.prompt_tokens, already_computed, request.computed, slots
+        )
+        allocated = sum(block is not None for table in sequence.tables for block in table)
         total = self._most_blocks(request.prompt_tokens + max(0, request.output_tokens - 1))
-        remaining = max(0, total - held)
+        remaining = max(0, total - allocated)
         self._reserved += remaining - request.reserved
         request.reserved = remaining
         if request.phase is RequestPhase.PREFILL:
@@ -917,9 +928,9 @@ class GroupedEngine(SimEngine):
             )
 
     def _take_in(self, request: EngineRequest) -> None:
-        before = request.computed
+        already_computed = request.computed
         SimEngine._take_in(self, request)
-        self._advance(request, before)
+        self._advance(request, already_computed)
 
     def _allocate_up_to(self, request: EngineRequest, tokens: int) -> None:
         """Nothing: `_advance` allocates and stores."""
@@ -933,9 +944,9 @@ class GroupedEngine(SimEngine):
             self._fills_at.setdefault(upcoming, []).append(request)
 
     def _block_filled(self, request: EngineRequest, upcoming: int) -> None:
-        before = request.computed
+        already_computed = request.computed
         request.computed = request.prompt_tokens + upcoming - request.first_iteration
-        self._advance(request, before)
+        self._advance(request, already_computed)
         self._schedule_fill(request)
 
     def _release(self, request: EngineRequest) -> None:

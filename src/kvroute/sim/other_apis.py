@@ -206,9 +206,9 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
         for block in content
         if block.get("type") == "tool_use"
     ]
-    rest = [block for block in content if block.get("type") not in ("tool_result", "tool_use")]
-    own = {**message, "content": rest or None, **({"tool_calls": calls} if calls else {})}
-    return results + ([own] if rest or calls else [])
+    plain_blocks = [block for block in content if block.get("type") not in ("tool_result", "tool_use")]
+    converted = {**message, "content": plain_blocks or None, **({"tool_calls": calls} if calls else {})}
+    return results + ([converted] if plain_blocks or calls else [])
 
 
 async def create_response(call: Call, worker: SimWorker) -> None:
@@ -351,10 +351,10 @@ async def _stream_response(
     empty = {**item, "status": "in_progress"}
     empty["content" if text else "arguments"] = [] if text else ""
     opening = send("response.output_item.added", output_index=0, item=empty)
-    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    text_part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     inside = {**where, "content_index": 0} if text else where
     if text:
-        opening += send("response.content_part.added", **inside, part=part)
+        opening += send("response.content_part.added", **inside, part=text_part)
 
     def event(_: int, position: int) -> bytes:
         piece = answer.pieces[position] if position < len(answer.pieces) else ""
@@ -363,7 +363,7 @@ async def _stream_response(
     await stream(call, worker, generation, event, opening)
     if text:
         tail = send(f"{kinds}.done", **inside, text=answer.text, logprobs=[])
-        tail += send("response.content_part.done", **inside, part={**part, "text": answer.text})
+        tail += send("response.content_part.done", **inside, part={**text_part, "text": answer.text})
     else:
         tail = send(f"{kinds}.done", **inside, name=chat.tool, arguments=answer.text)
     tail += send("response.output_item.done", output_index=0, item=item)

@@ -45,11 +45,11 @@ def encode(text: str) -> array[int]:
     ids.frombytes(bytes(packed))
     if sys.byteorder == "big":
         ids.byteswap()
-    rest = data[whole * 3 :]
-    if len(rest) == 1:
-        ids.append(rest[0])
-    elif rest:
-        ids.append(_PAIR | rest[0] << 8 | rest[1])
+    tail = data[whole * 3 :]
+    if len(tail) == 1:
+        ids.append(tail[0])
+    elif tail:
+        ids.append(_PAIR | tail[0] << 8 | tail[1])
     return ids
 
 
@@ -157,13 +157,17 @@ def _without_billing_lines(content: Any) -> Any:
     if content is None:
         return None
     kept: list[Any] = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
+    for content_part in content:
+        text = content_part.get("text") if isinstance(content_part, dict) else content_part
         if isinstance(text, str) and text.startswith(BILLING_HEADER):
-            rest = text.partition("\n")[2]
-            kept += ([{**part, "text": rest}] if isinstance(part, dict) else [rest]) if rest else []
+            kept_text = text.partition("\n")[2]
+            kept += (
+                ([{**content_part, "text": kept_text}] if isinstance(content_part, dict) else [kept_text])
+                if kept_text
+                else []
+            )
         else:
-            kept.append(part)
+            kept.append(content_part)
     return kept
 
 
@@ -174,14 +178,14 @@ def _content(ids: array[int], content: Any) -> None:
         ids += encode(content)
         return
     text: list[str] = []
-    for part in content:
-        if isinstance(part, str):
-            text.append(part)
-        elif "text" in part:
-            text.append(str(part["text"]))
+    for content_part in content:
+        if isinstance(content_part, str):
+            text.append(content_part)
+        elif "text" in content_part:
+            text.append(str(content_part["text"]))
         else:
             # An image or a file becomes placeholder tokens: a hash of its bytes.
-            digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest()
+            digest = hashlib.sha256(json.dumps(content_part, sort_keys=True).encode()).digest()
             if text:
                 ids += encode("\n".join(text))
                 text = []
@@ -201,16 +205,16 @@ def with_placeholders(ids: array[int]) -> tuple[array[int], tuple[tuple[int, str
     An engine has `MEDIA_TOKENS` equal ids where this simulation has a mark and the hash of the content, so
     that prompts with different images have different ids.
     """
-    places = list(_media_places(ids))
-    if not places:
+    indexes = list(_media_indexes(ids))
+    if not indexes:
         return ids, ()
     shown = ids[:]
-    for at in places:
-        shown[at : at + MEDIA_TOKENS] = array("I", [IMAGE] * MEDIA_TOKENS)
-    return shown, tuple((at, bytes(ids[at + 1 : at + MEDIA_TOKENS]).hex()) for at in places)
+    for index in indexes:
+        shown[index : index + MEDIA_TOKENS] = array("I", [IMAGE] * MEDIA_TOKENS)
+    return shown, tuple((index, bytes(ids[index + 1 : index + MEDIA_TOKENS]).hex()) for index in indexes)
 
 
-def _media_places(ids: array[int]) -> Iterator[int]:
+def _media_indexes(ids: array[int]) -> Iterator[int]:
     """Where media begin. A prompt of token ids may have the id of the mark without one."""
     start = 0
     while True:
@@ -240,7 +244,9 @@ def messages_of(body: Json) -> list[dict[str, Any]]:
             raise ApiError.validation("missing", f"{where}.role", "Field required")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            parts_fit = isinstance(content, list) and all(isinstance(part, dict | str) for part in content)
+            parts_fit = isinstance(content, list) and all(
+                isinstance(content_part, dict | str) for content_part in content
+            )
             if not parts_fit:
                 raise ApiError.validation("string_type", f"{where}.content", "Input should be a valid string")
     if not messages:
@@ -461,18 +467,20 @@ def fixed(text: str, limit: int | None, stop: Sequence[str] = ()) -> Choice:
 
 
 def _cut(text: str, limit: int | None, stop: Sequence[str], *, whole: bool = False) -> Choice:
-    found = min(((text.find(s), s) for s in stop if s and s in text), default=None)
-    stopped = found is not None and (limit is None or found[0] < limit * 3)
+    earliest_stop = min(((text.find(s), s) for s in stop if s and s in text), default=None)
+    stopped = earliest_stop is not None and (limit is None or earliest_stop[0] < limit * 3)
     if stopped:
-        assert found is not None
-        text = text[: found[0]]
+        assert earliest_stop is not None
+        text = text[: earliest_stop[0]]
     ids = encode(text)
     cut = limit is not None and not stopped and (len(ids) > limit or not whole)
     if limit is not None and len(ids) > limit:
         ids = ids[:limit]
         text = text[: limit * 3]
     pieces = tuple(text[start : start + 3] for start in range(0, len(text), 3))
-    return Choice(ids, pieces, "length" if cut else "stop", found[1] if stopped and found else None)
+    return Choice(
+        ids, pieces, "length" if cut else "stop", earliest_stop[1] if stopped and earliest_stop else None
+    )
 
 
 def _words(seed: int, characters: int) -> str:
@@ -499,8 +507,8 @@ def instance_of(schema: Any, depth: int = 0, root: Any = None) -> Any:
         return schema["default"]
     if isinstance(reference := schema.get("$ref"), str):
         target = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            target = target.get(part, {}) if isinstance(target, Mapping) and part else target
+        for key in reference.removeprefix("#").strip("/").split("/"):
+            target = target.get(key, {}) if isinstance(target, Mapping) and key else target
         return instance_of(target, depth + 1, root)
     for combiner in ("anyOf", "oneOf", "allOf"):
         if schema.get(combiner):

@@ -64,7 +64,7 @@ class Faults:
 
     def listing(self) -> list[dict[str, object]]:
         """Active faults with their remaining counts."""
-        return [{**fault.model_dump(), "count": left} for fault, left in self._active]
+        return [{**fault.model_dump(), "count": remaining} for fault, remaining in self._active]
 
     def for_request(self, path: str, body: bytes = b"") -> list[Fault]:
         """The faults to apply to this request, at most one of each kind; lowers their counts."""
@@ -87,20 +87,22 @@ class Faults:
     def _use(self, applies: Callable[[Fault], bool]) -> list[Fault]:
         used: dict[str, Fault] = {}
         kept: list[tuple[Fault, int | None]] = []
-        for fault, left in self._active:
+        for fault, remaining in self._active:
             if fault.kind not in used and applies(fault):
                 used[fault.kind] = fault
-                left = None if left is None else left - 1
-            if left != 0:
-                kept.append((fault, left))
+                remaining = None if remaining is None else remaining - 1
+            if remaining != 0:
+                kept.append((fault, remaining))
         self._active = kept
         return list(used.values())
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
     """The endpoint of a rank: as in vLLM its port is higher by the rank; port 0 stays."""
-    address, found, port = endpoint.rpartition(":")
-    return f"{address}:{int(port) + rank}" if rank and found and port.isdigit() and port != "0" else endpoint
+    address, separator, port = endpoint.rpartition(":")
+    return (
+        f"{address}:{int(port) + rank}" if rank and separator and port.isdigit() and port != "0" else endpoint
+    )
 
 
 class EventPublisher:

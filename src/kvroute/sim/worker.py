@@ -111,17 +111,17 @@ async def _read(params: Mapping[str, Any]) -> int:
 
 def kept_params(call: Call, worker: SimWorker, generation: Generation) -> dict[str, Any] | None:
     """The `kv_transfer_params` of an answer: where its blocks are; None if it was no first leg."""
-    first = generation.requests[0]
-    if not first.keeps_blocks:
+    first_request = generation.requests[0]
+    if not first_request.keeps_blocks:
         return None
     state = worker.transfers
     # vLLM returns the parameters of the last sequence; blocks of the others stay until the lease ends.
-    ids = [f"{call.header(b'x-request-id') or 'request'}-{id(each):x}" for each in generation.requests]
+    ids = [f"{call.header(b'x-request-id') or 'request'}-{id(request):x}" for request in generation.requests]
     for request_id, request in zip(ids, generation.requests, strict=True):
         state.kept[request_id] = request
         worker.run_in_background(_expire(worker, request_id, request))
     last = generation.requests[-1]
-    host, port = worker.place
+    host, port = worker.address
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -213,7 +213,7 @@ class SimWorker:
         self.tasks: set[asyncio.Task[None]] = set()
         """Tasks in the background. `RunningSim.stop` cancels and awaits them."""
         self.start_time = clock.wall()
-        self.place = (options.host, options.port)
+        self.address = (options.host, options.port)
         """Where the worker listens."""
         self._random = Random()
         self.transfers = TransferState(f"{self._random.getrandbits(64):016x}")
@@ -263,7 +263,7 @@ class SimWorker:
         # Equal loads take turns, as in vLLM's balancer (0.32, v1/engine/core_client.py).
         start = self._next_rank
         self._next_rank = (start + 1) % len(self.drivers)
-        return min([*self.drivers[start:], *self.drivers[:start]], key=lambda each: each.unfinished)
+        return min([*self.drivers[start:], *self.drivers[:start]], key=lambda driver: driver.unfinished)
 
     def close(self, generation: Generation) -> None:
         """End a generation: see `EngineDriver.close`."""
@@ -329,10 +329,10 @@ class SimWorker:
                 "Please reduce the length of the input prompt.",
                 "input_tokens",
             )
-        left = longest - len(prompt)
+        room = longest - len(prompt)
         if requested is None:
-            return None if left > self.options.answer_tokens else left
-        return min(left, requested)
+            return None if room > self.options.answer_tokens else room
+        return min(room, requested)
 
     async def submit(
         self,

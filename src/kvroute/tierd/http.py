@@ -123,7 +123,7 @@ def error_body(param: str, message: str) -> bytes:
 
 def _require(method: bytes, *allowed: bytes) -> None:
     if method not in allowed:
-        names = ", ".join(each.decode() for each in allowed)
+        names = ", ".join(allowed_method.decode() for allowed_method in allowed)
         raise BadRequest(405, "method", f"this path allows {names}")
 
 

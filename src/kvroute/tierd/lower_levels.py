@@ -86,10 +86,10 @@ class DiskLevel:
     async def open(self) -> None:
         """List the files of the directory. Raises ConfigError when the directory cannot be used."""
         try:
-            found = await self._in_thread(lambda: _scan(self._folder))
+            files = await self._in_thread(lambda: _scan(self._folder))
         except OSError as exc:
             raise ConfigError("disk_dir", f"{self._folder}: {exc.strerror}") from exc
-        for file_name, size_bytes in found:
+        for file_name, size_bytes in files:
             self._files.put(file_name, _File(size_bytes, None))
         to_remove = self._evict(self.size_bytes)
         await self._in_thread(lambda: _remove(self._folder, to_remove))
@@ -195,17 +195,17 @@ def _file_name(name: ObjectName) -> str:
 def _scan(folder: Path) -> list[tuple[str, int]]:
     """The directory's object files and their sizes, oldest first. Removes unfinished files."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = []
+    files = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIX):
                 seen = entry.stat()
-                found.append((seen.st_mtime, entry.name, seen.st_size))
+                files.append((seen.st_mtime, entry.name, seen.st_size))
             elif entry.name.endswith(_UNFINISHED):
                 os.unlink(entry.path)
     if not os.access(folder, os.W_OK):
         raise PermissionError(13, "not writable")
-    return [(name, size) for _, name, size in sorted(found)]
+    return [(name, size) for _, name, size in sorted(files)]
 
 
 def _remove(folder: Path, file_names: Sequence[str]) -> None:
@@ -225,9 +225,9 @@ def _write(folder: Path, file_name: str, name_bytes: bytes, pieces: Sequence[mem
     try:
         with open(unfinished, "wb", buffering=0) as file:
             head = _HEAD.pack(_MAGIC, len(name_bytes), _checksum(pieces)) + name_bytes
-            for rest in (memoryview(head), *pieces):
-                while rest:
-                    rest = rest[file.write(rest) :]
+            for unwritten in (memoryview(head), *pieces):
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
         unfinished.rename(folder / file_name)
     except OSError:
         with contextlib.suppress(OSError):
@@ -244,12 +244,12 @@ def _read(folder: Path, file_name: str, name_bytes: bytes, pieces: Sequence[memo
         if magic != _MAGIC or name_length != len(name_bytes) or head[_HEAD.size :] != name_bytes:
             return False
         for piece in pieces:
-            rest = piece
-            while rest:
-                count = file.readinto(rest)
+            unfilled = piece
+            while unfilled:
+                count = file.readinto(unfilled)
                 if not count:
                     return False
-                rest = rest[count:]
+                unfilled = unfilled[count:]
         return not file.read(1) and _checksum(pieces) == checksum
 
 
@@ -311,11 +311,13 @@ class Peers:
         host, _, port = self._options.dns.rpartition(":")
         try:
             async with asyncio.timeout(self._options.refresh_s):
-                found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+                address_infos = await asyncio.get_running_loop().getaddrinfo(
+                    host, int(port), type=socket.SOCK_STREAM
+                )
         except (OSError, TimeoutError) as exc:
             log.debug("peers.dns: cannot resolve %s: %s", host, exc)
             return
-        urls = tuple(sorted({_url(*address[:2]) for *_, address in found}))
+        urls = tuple(sorted({_url(*address[:2]) for *_, address in address_infos}))
         if urls != self._resolved:
             log.info("peers.dns: %s resolves to %d addresses", host, len(urls))
             # The address may belong to another daemon now.
@@ -334,9 +336,9 @@ class Peers:
             while queries:
                 # Slower queries run to their end: cancelling one would close its connection.
                 done, queries = await asyncio.wait(queries, return_when=asyncio.FIRST_COMPLETED)
-                for found in (query.result() for query in done):
-                    if found is not None:
-                        return found
+                for found_object in (query.result() for query in done):
+                    if found_object is not None:
+                        return found_object
             return None
 
     async def _query(self, url: str, name: ObjectName) -> FoundObject | None:
@@ -357,23 +359,23 @@ class Peers:
         self._counts.peer_questions[url, "yes" if is_found else "no"] += 1
         return FoundObject(target, size_bytes) if is_found and size_bytes > 0 else None
 
-    async def fetch(self, found: FoundObject, pieces: Sequence[memoryview]) -> bool:
+    async def fetch(self, found_object: FoundObject, pieces: Sequence[memoryview]) -> bool:
         """Fill `pieces`, whose total size is the object's. Returns False, with undefined contents, on
         failure."""
         try:
             async with (
                 asyncio.timeout(self._options.fetch_timeout_s),
-                self._http.stream("GET", found.url) as answer,
+                self._http.stream("GET", found_object.url) as answer,
             ):
                 if answer.status_code != 200:
                     return False
                 filled = await _fill(pieces, answer.aiter_raw())
         except (httpx.HTTPError, TimeoutError) as exc:
-            peer = httpx.URL(found.url).netloc.decode()
+            peer = httpx.URL(found_object.url).netloc.decode()
             log.warning("fetching an object from %s failed: %s", peer, _error_text(exc))
             return False
-        self._counts.fetched_bytes += found.size_bytes
-        return filled == found.size_bytes
+        self._counts.fetched_bytes += found_object.size_bytes
+        return filled == found_object.size_bytes
 
     async def close(self) -> None:
         """Cancel the running queries and close the connections."""
@@ -398,14 +400,14 @@ async def _fill(pieces: Sequence[memoryview], chunks: AsyncIterator[bytes]) -> i
     filled = 0
     async with contextlib.aclosing(chunks) as received:  # type: ignore[type-var]
         async for chunk in received:
-            rest = memoryview(chunk)
-            while rest:
+            unread = memoryview(chunk)
+            while unread:
                 if not room:
                     return filled + 1
                 piece = room.pop()
-                count = min(len(piece), len(rest))
-                piece[:count] = rest[:count]
-                rest = rest[count:]
+                count = min(len(piece), len(unread))
+                piece[:count] = unread[:count]
+                unread = unread[count:]
                 filled += count
                 if count < len(piece):
                     room.append(piece[count:])

@@ -26,12 +26,12 @@ class Extent(NamedTuple):
 Extents = tuple[Extent, ...]
 
 
-def joined(first: Extents, second: Extents) -> Extents:
+def joined(head: Extents, tail: Extents) -> Extents:
     """Concatenate the extents of one object. Adjacent extents are merged."""
-    if first and second and first[-1].offset + first[-1].length == second[0].offset:
-        middle = Extent(first[-1].offset, first[-1].length + second[0].length)
-        return (*first[:-1], middle, *second[1:])
-    return (*first, *second)
+    if head and tail and head[-1].offset + head[-1].length == tail[0].offset:
+        middle = Extent(head[-1].offset, head[-1].length + tail[0].length)
+        return (*head[:-1], middle, *tail[1:])
+    return (*head, *tail)
 
 
 class FreeSpace:
@@ -66,9 +66,9 @@ class FreeSpace:
         if after is not None and self._length_at.get(after, 0) >= wanted:
             self._shrink_gap(after, wanted)
             return (Extent(after, size_bytes),)
-        place = bisect_left(self._by_size, (wanted, -1))
-        if place < len(self._by_size):
-            _, start = self._by_size[place]
+        index = bisect_left(self._by_size, (wanted, -1))
+        if index < len(self._by_size):
+            _, start = self._by_size[index]
             self._shrink_gap(start, wanted)
             return (Extent(start, size_bytes),)
         pieces = []
@@ -97,11 +97,11 @@ class FreeSpace:
         if behind is not None:
             self._remove(start + length, behind)
             length += behind
-        before = self._start_of.get(start)
-        if before is not None:
-            gap = self._length_at[before]
-            self._remove(before, gap)
-            start, length = before, length + gap
+        previous_start = self._start_of.get(start)
+        if previous_start is not None:
+            gap = self._length_at[previous_start]
+            self._remove(previous_start, gap)
+            start, length = previous_start, length + gap
         self._add(start, length)
 
     def _add(self, start: int, length: int) -> None:
@@ -242,7 +242,7 @@ class MemoryPool:
             return False
         self.unpin(lease.entry)
         if len(self._expiries) > 64 and len(self._expiries) > 4 * len(self.leases):
-            self._expiries = [(each.expires, each.id) for each in self.leases.values()]
+            self._expiries = [(running.expires, running.id) for running in self.leases.values()]
             heapq.heapify(self._expiries)
         return True
 

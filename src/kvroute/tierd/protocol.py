@@ -243,10 +243,10 @@ class Connection(asyncio.BufferedProtocol):
             self._closes_connection = head.closes_connection
             # The bytes after the head belong to this request's body first.
             end += self._start_request(head, self._window[end : self._filled])
-            rest = self._filled - end
-            if rest:
-                self._inbox[:rest] = self._inbox[end : self._filled]
-            self._filled = rest
+            unread = self._filled - end
+            if unread:
+                self._inbox[:unread] = self._inbox[end : self._filled]
+            self._filled = unread
             if self._is_lost or self._transport.is_closing():
                 return
 
@@ -267,9 +267,9 @@ class Connection(asyncio.BufferedProtocol):
         incoming = self._store.reserve(call.name, length, in_steps=True)
         if incoming is Refusal.NO_ROOM and self._store.can_wait_for_memory:
             self._pause()
-            first = bytes(received[:length])
-            self._start_task(self._put_after_wait(call, head, first))
-            return len(first)
+            body_start = bytes(received[:length])
+            self._start_task(self._put_after_wait(call, head, body_start))
+            return len(body_start)
         return self._receive(incoming, head, received)
 
     async def _put_after_wait(self, call: Put, head: Head, received: bytes) -> None:
@@ -427,11 +427,11 @@ class Connection(asyncio.BufferedProtocol):
     async def _send_entry(self, entry: Entry) -> None:
         for piece in self._store.pieces(entry.extents):
             for start in range(0, len(piece), _SEND_BYTES):
-                part = piece[start : start + _SEND_BYTES]
-                self._transport.write(part)
+                portion = piece[start : start + _SEND_BYTES]
+                self._transport.write(portion)
                 if self._can_write is not None:
                     await self._can_write
-                self._store.counts.served_bytes += len(part)
+                self._store.counts.served_bytes += len(portion)
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Let a task make the answer. The next request is read when the task has ended."""

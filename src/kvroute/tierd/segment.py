@@ -69,8 +69,8 @@ def furthest_mapping(lines: Iterable[str], device: int, names: set[str], inode: 
         if found_device != wanted or int(found_inode) == inode or not path:
             continue
         if path[0].removesuffix(_DELETED).rpartition("/")[2] in names:
-            first, last = (int(address, 16) for address in addresses.split("-"))
-            end = max(end, int(offset, 16) + last - first)
+            start_address, end_address = (int(address, 16) for address in addresses.split("-"))
+            end = max(end, int(offset, 16) + end_address - start_address)
     return end
 
 
@@ -230,7 +230,7 @@ class SharedSegment:
     def restore_names(self) -> int:
         """Link removed names again. Returns the number of restored names. Costs a few system calls."""
         restored = int(self._guard.restore())
-        path, kept = (_is_same(each, self._identity) for each in (self._paths.name, self._paths.kept))
+        path, kept = (_is_same(name, self._identity) for name in (self._paths.name, self._paths.kept))
         if path and kept:
             return restored
         if self._is_lost:
@@ -254,11 +254,11 @@ class SharedSegment:
     def close(self, leased: Iterable[Extents] = ()) -> None:
         """Unmap the memory and free it, except the `leased` extents. The names stay."""
         self.memory.release()
-        held = [(self.start + offset, length) for extents in leased for offset, length in extents]
+        leased_ranges = [(self.start + offset, length) for extents in leased for offset, length in extents]
         with contextlib.suppress(BufferError):  # a transport still has a piece to send
             self._mapped.close()
         with contextlib.suppress(OSError):
-            _free_except(self._file, held)
+            _free_except(self._file, leased_ranges)
         os.close(self._file)
 
 
@@ -421,14 +421,14 @@ async def _reserve(file: int, start: int, size_bytes: int) -> None:
         await asyncio.to_thread(os.posix_fallocate, file, offset, length)
 
 
-def _free_except(file: int, held: Sequence[tuple[int, int]]) -> None:
-    """Free the memory of the whole file except the `held` ranges (offset, length). Keeps the file's size."""
+def _free_except(file: int, leased_ranges: Sequence[tuple[int, int]]) -> None:
+    """Free the memory of the whole file except `leased_ranges` (offset, length). Keeps the file's size."""
     size_bytes = os.fstat(file).st_size
     if not size_bytes or not os.fstat(file).st_blocks:
         return
     with mmap.mmap(file, size_bytes) as mapped:
         position = 0
-        for offset, length in [*sorted(held), (size_bytes, 0)]:
+        for offset, length in [*sorted(leased_ranges), (size_bytes, 0)]:
             last_lease_end = min(offset, size_bytes) // PAGE_BYTES * PAGE_BYTES
             if last_lease_end > position:
                 mapped.madvise(mmap.MADV_REMOVE, position, last_lease_end - position)

@@ -48,17 +48,17 @@ class ChangeList:
         self.number += 1
         self._names.append(name)
         if self._waiting:
-            for each in self._waiting:
-                if not each.done():
-                    each.set_result(None)
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
             self._waiting.clear()
 
     def since(self, number: int) -> Iterable[ObjectName] | None:
         """The names of the changes after the first `number` ones; None if some are no longer in the list."""
-        first = self.number - len(self._names)
-        if not first <= number <= self.number:
+        oldest = self.number - len(self._names)
+        if not oldest <= number <= self.number:
             return None
-        return islice(self._names, number - first, None)
+        return islice(self._names, number - oldest, None)
 
     async def wait(self, number: int, timeout_s: float) -> None:
         """Return when there are other changes than the first `number` ones, or after `timeout_s`."""
@@ -87,16 +87,16 @@ def changes_body(
     incarnation: str,
     bucket: bytes,
     after: Position,
-    held: Callable[[], Iterable[ObjectName]],
+    all_objects: Callable[[], Iterable[ObjectName]],
     holds: Callable[[ObjectName], bool],
 ) -> bytes:
-    """The JSON of the changes of `bucket` after a position. `held` are all objects, `holds` asks for one.
+    """The JSON of the changes of `bucket` after a position. `holds` asks for one object.
 
     O(names). Keys that are not UTF-8 are left out: LMCache's keys always are.
     """
     names = changes.since(after.number) if after.incarnation == incarnation else None
     answer = _Changes(incarnation, changes.number, names is None, [], [])
-    for name in dict.fromkeys(held() if names is None else names):
+    for name in dict.fromkeys(all_objects() if names is None else names):
         if name.bucket == bucket and (key := _text(name.key)) is not None:
             (answer.stored if names is None or holds(name) else answer.removed).append(key)
     return msgspec.json.encode(answer)
@@ -384,17 +384,17 @@ class Store:
                 self._finish(incoming, is_complete, disk_is_done=name in self.disk)
             if is_complete:
                 return
-        found = await self.peers.find(name) if self.peers is not None else None
-        if found is None or self.peers is None:
+        found_object = await self.peers.find(name) if self.peers is not None else None
+        if found_object is None or self.peers is None:
             return
-        incoming = await self._reserve_or_wait(name, found.size_bytes)
+        incoming = await self._reserve_or_wait(name, found_object.size_bytes)
         if not isinstance(incoming, IncomingObject):
             if incoming is not Refusal.EXISTS:
                 self.counts.peer_fetches["no_room"] += 1
             return
         is_complete = False
         try:
-            is_complete = await self.peers.fetch(found, self.pieces(incoming.extents))
+            is_complete = await self.peers.fetch(found_object, self.pieces(incoming.extents))
         finally:
             self._finish(incoming, is_complete)
         self.counts.peer_fetches["fetched" if is_complete else "failed"] += 1

@@ -136,11 +136,11 @@ def validated(message: Message) -> Message:
 def _in_order(call: Message) -> Message:
     function = call.get("function")
     if isinstance(function, dict):
-        call = {**call, "function": _first(function, "arguments", "name")}
-    return _first(call, "id", "function", "type")
+        call = {**call, "function": _ordered(function, "arguments", "name")}
+    return _ordered(call, "id", "function", "type")
 
 
-def _first(fields: Message, *names: str) -> Message:
+def _ordered(fields: Message, *names: str) -> Message:
     return {name: fields[name] for name in names if name in fields} | fields
 
 
@@ -159,10 +159,10 @@ def template_kwargs(
     # These are parameters of the functions that call the template, not variables of the template.
     if not requested.keys().isdisjoint(("tokenize", "tools", "messages", "return_assistant_tokens_mask")):
         raise Inexact(TokensReason.UNSUPPORTED)
-    own = {**fields, "reasoning_effort": effort}
+    request_kwargs = {**fields, "reasoning_effort": effort}
     if effort is not None and "enable_thinking" not in requested:
-        own["enable_thinking"] = effort != "none"
-    return {**flags.chat_template_kwargs, **_given(requested), **_given(own)}
+        request_kwargs["enable_thinking"] = effort != "none"
+    return {**flags.chat_template_kwargs, **_given(requested), **_given(request_kwargs)}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,11 +179,11 @@ def tool_schema(function: Any) -> Message:
     """A tool as vLLM passes it to templates: known fields only, in vLLM's order."""
     if not isinstance(function, dict):
         raise Inexact(TokensReason.UNREADABLE)
-    known: Message = {name: function.get(name) for name in ("name", "description", "parameters")}
-    known.update((name, function[name]) for name in ("strict",) if function.get(name) is not None)
+    definition: Message = {name: function.get(name) for name in ("name", "description", "parameters")}
+    definition.update((name, function[name]) for name in ("strict",) if function.get(name) is not None)
     if function.get("defer_loading") is not None:
         raise Inexact(TokensReason.UNSUPPORTED)
-    return {"type": "function", "function": known}
+    return {"type": "function", "function": definition}
 
 
 def objects(values: Any) -> list[dict[str, Any]]:
@@ -199,8 +199,8 @@ def refuse_media(messages: Sequence[Any]) -> None:
     """Raise Inexact if a message has a part that is not text."""
     for message in objects(messages):
         if isinstance(content := message.get("content"), list):
-            for part in content:
-                _part(part, "string")
+            for content_part in content:
+                _rendered_part(content_part, "string")
 
 
 def render_chat(chat: Chat, template: ChatTemplate, flags: EngineFlags | None = None) -> str:
@@ -233,8 +233,8 @@ def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Mess
     if role == "system" and drops_billing:
         parts = _without_billing(parts)
     # Neither a missing nor an empty text becomes a line.
-    seen = [part for part in (_part(part, form) for part in parts) if part]
-    rendered: Message = {"role": role, "content": seen if form == "openai" else "\n".join(seen)}
+    texts = [text for text in (_rendered_part(content_part, form) for content_part in parts) if text]
+    rendered: Message = {"role": role, "content": texts if form == "openai" else "\n".join(texts)}
     if role == "assistant":
         if calls := message.get("tool_calls"):
             rendered["tool_calls"] = [_tool_call(call) for call in objects(calls)]
@@ -243,8 +243,8 @@ def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Mess
     elif role == "tool":
         if "tool_call_id" in message:
             rendered["tool_call_id"] = message["tool_call_id"]
-        if form == "openai" and all(part["type"] == "text" for part in seen):
-            rendered["content"] = "\n".join(part["text"] for part in seen)
+        if form == "openai" and all(text_part["type"] == "text" for text_part in texts):
+            rendered["content"] = "\n".join(text_part["text"] for text_part in texts)
     for name in ("name", "task"):
         if isinstance(message.get(name), str):
             rendered[name] = message[name]
@@ -253,25 +253,25 @@ def _message(message: Message, form: ContentFormat, drops_billing: bool) -> Mess
     return rendered
 
 
-def _part(part: Any, form: ContentFormat) -> Any:
+def _rendered_part(content_part: Any, form: ContentFormat) -> Any:
     """A part as the template gets it; None for a part that vLLM skips."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part} if form == "openai" else part
-    if not isinstance(part, dict):
+    if isinstance(content_part, str):
+        return {"type": "text", "text": content_part} if form == "openai" else content_part
+    if not isinstance(content_part, dict):
         raise Inexact(TokensReason.UNREADABLE)
-    kind = part.get("type")
-    if kind == "tool_reference" and isinstance(name := part.get("name"), str):
+    kind = content_part.get("type")
+    if kind == "tool_reference" and isinstance(name := content_part.get("name"), str):
         return {"type": kind, "name": name} if form == "openai" else name
-    if kind not in _TEXT_FIELDS or part.get("uuid") is not None:
+    if kind not in _TEXT_FIELDS or content_part.get("uuid") is not None:
         raise Inexact(TokensReason.MEDIA)
-    text = part.get(_TEXT_FIELDS[kind])
+    text = content_part.get(_TEXT_FIELDS[kind])
     if text is None and kind in _SKIPPED_IF_NULL:
         return None
     if not isinstance(text, str):
         raise Inexact(TokensReason.UNREADABLE)
     if form == "string":
         return text
-    extra = {name: value for name, value in part.items() if name not in _PART_FIELDS}
+    extra = {name: value for name, value in content_part.items() if name not in _PART_FIELDS}
     return {"type": "text", "text": text, **extra}
 
 
@@ -293,14 +293,14 @@ def _tool_call(call: Message) -> Message:
 
 def _without_billing(parts: list[Any]) -> list[Any]:
     kept = []
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        text = part.get("text") if is_text else part
+    for content_part in parts:
+        is_text = isinstance(content_part, dict) and content_part.get("type") == "text"
+        text = content_part.get("text") if is_text else content_part
         if isinstance(text, str) and (shown := without_billing(text, whole=False)) is not text:
             if shown:
-                kept.append({**part, "text": shown} if is_text else shown)
+                kept.append({**content_part, "text": shown} if is_text else shown)
         else:
-            kept.append(part)
+            kept.append(content_part)
     return kept
 
 
@@ -310,7 +310,7 @@ def _without_developer(messages: list[Message]) -> list[Message]:
     others: list[Message] = []
     converted: list[Message] = []
     in_order = True
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] == "developer":
             message = {name: value for name, value in message.items() if name != "tools"}
             message["role"] = "system"
@@ -318,10 +318,10 @@ def _without_developer(messages: list[Message]) -> list[Message]:
         if message["role"] != "system":
             others.append(message)
             continue
-        in_order = in_order and place == 0
+        in_order = in_order and index == 0
         content = message["content"]
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content if "text" in part)
+            content = "\n".join(content_part["text"] for content_part in content if "text" in content_part)
         if content:
             system.append(content)
     return converted if in_order else [{"role": "system", "content": "\n\n".join(system)}, *others]

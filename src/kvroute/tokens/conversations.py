@@ -4,7 +4,7 @@ Usually the body of a chat's next turn begins, byte for byte, with the body of t
 of its last message. If it does, if the chat template renders message by message (`tokens.template_analysis`),
 and if all other inputs of the template are equal, then the rendered text begins with the old text. The token
 ids begin with the old ids, up to the last special token that later text cannot change (`tokens.encoders`).
-Chats with other templates, and those of gpt-oss, have a `rest` (`tokens.windows`, `tokens.harmony`).
+Chats with other templates, and those of gpt-oss, have a `render_state` (`tokens.windows`, `tokens.harmony`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Mark: TypeAlias = tuple[int, int]
 Two chats may have equal marks, so a found chat's bytes are compared."""
 
 
-class Rest(Protocol):
+class ContinuationState(Protocol):
     """What a kind of chat needs to be continued, besides `CachedConversation`'s own fields."""
 
     @property
@@ -76,7 +76,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     """The request's body up to the end of its last message, in parts."""
     after: bytes
     """The rest of the body."""
-    before: Mapping[str, Any]
+    leading_fields: Mapping[str, Any]
     """The fields before `messages` in the body."""
     chat: Chat
     """All inputs of the template except the messages."""
@@ -92,7 +92,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
     """Token ids of the rendered text before `carry`."""
     beginning: ref[PromptPrefix] | None = None
     """The prefix that `openai.prefix_cache` recognised in the body, while that cache has it."""
-    rest: Rest | None = None
+    render_state: ContinuationState | None = None
     """For chats that are not rendered message by message: then `ids` are those before the text in it."""
 
     __repr__ = object.__repr__  # keeps prompts out of logs
@@ -111,7 +111,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
             + len(self.tail)
             + sys.getsizeof(self.carry)
             + int(self.ids.size * _TOKEN_BYTES)
-            + (0 if self.rest is None else self.rest.size)
+            + (0 if self.render_state is None else self.render_state.size)
             + _OVERHEAD_BYTES
         )
 
@@ -120,18 +120,18 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
 
         `beginning` is the prefix that `openai.prefix_cache` has recognised in `body`.
         """
-        own, start, place = self.beginning, 0, 0
-        if beginning is not None and own is not None and own() is beginning:
+        own_beginning, start, offset = self.beginning, 0, 0
+        if beginning is not None and own_beginning is not None and own_beginning() is beginning:
             # Both have this prefix. To compare it again would read bytes that have left the CPU's caches.
             start = beginning.end
-        for part in self.body:
-            behind = place + len(part)
-            if start <= place:
-                if not body.startswith(part, place):
+        for section in self.body:
+            section_end = offset + len(section)
+            if start <= offset:
+                if not body.startswith(section, offset):
                     return False
-            elif start < behind and body[start:behind] != part[start - place :]:
+            elif start < section_end and body[start:section_end] != section[start - offset :]:
                 return False
-            place = behind
+            offset = section_end
         return True
 
     def body_parts(self, end: int, body: bytes) -> tuple[bytes, ...]:
@@ -148,7 +148,7 @@ class CachedConversation(Struct, frozen=True, eq=False, gc=False):
 class Continuation(NamedTuple):
     """A body that continues a cached chat."""
 
-    known: CachedConversation
+    conversation: CachedConversation
     fields: dict[str, Any]
     """The fields of the whole body, with only the new messages in `messages`."""
     mark: Mark
@@ -164,17 +164,17 @@ class Conversations:
 
     def __init__(self, max_bytes: int, *, least_bytes: int = 4096) -> None:
         self.least_bytes = least_bytes
-        self._known = Lru[Mark, CachedConversation](max_bytes, lambda _, known: known.size)
+        self._by_mark = Lru[Mark, CachedConversation](max_bytes, lambda _, conversation: conversation.size)
         self._ends: dict[int, int] = {}
         """End in the body -> number of cached chats with this end."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_mark)
 
     @property
     def bytes(self) -> int:
-        return self._known.weight
+        return self._by_mark.weight
 
     def find(self, request: InferenceRequest) -> CachedConversation | None:
         """The cached chat that the request continues, or None.
@@ -187,57 +187,57 @@ class Conversations:
             return None
         if request.seen is not None:
             noted: Mark | None = request.seen.prefix.notes.get(_NOTE)
-            if noted is not None and (known := self._at(noted, request)) is not None:
-                return known
+            if noted is not None and (cached := self._at(noted, request)) is not None:
+                return cached
         for end in _ends(body):
-            if end in ends and (known := self._at(_mark(body, end), request)) is not None:
-                return known
+            if end in ends and (cached := self._at(_mark(body, end), request)) is not None:
+                return cached
         return None
 
     def _at(self, mark: Mark, request: InferenceRequest) -> CachedConversation | None:
         """The chat with this mark, if the request continues it."""
-        known, seen = self._known.peek(mark), request.seen
-        if known is None or not known.is_prefix_of(request.body, None if seen is None else seen.prefix):
+        cached, seen = self._by_mark.peek(mark), request.seen
+        if cached is None or not cached.is_prefix_of(request.body, None if seen is None else seen.prefix):
             return None
         with self._lock:
-            if self._known.peek(mark) is known:
-                self._known.get(mark)  # marks it as used
-        return known
+            if self._by_mark.peek(mark) is cached:
+                self._by_mark.get(mark)  # marks it as used
+        return cached
 
-    def store(self, known: CachedConversation, replaces: CachedConversation | None = None) -> None:
+    def store(self, conversation: CachedConversation, replaces: CachedConversation | None = None) -> None:
         """Add a chat; remove the chat that it continues."""
-        if known.size > self._known.max_weight:
+        if conversation.size > self._by_mark.max_weight:
             return
         with self._lock:
-            if replaces is not None and self._known.peek(replaces.mark) is replaces:
+            if replaces is not None and self._by_mark.peek(replaces.mark) is replaces:
                 self._remove(replaces.mark)
-            self._remove(known.mark)
-            self._ends[known.end] = self._ends.get(known.end, 0) + 1
-            for _, evicted in self._known.put(known.mark, known):
+            self._remove(conversation.mark)
+            self._ends[conversation.end] = self._ends.get(conversation.end, 0) + 1
+            for _, evicted in self._by_mark.put(conversation.mark, conversation):
                 self._uncount(evicted)
-        beginning = None if known.beginning is None else known.beginning()
+        beginning = None if conversation.beginning is None else conversation.beginning()
         if beginning is not None:
-            beginning.notes[_NOTE] = known.mark
+            beginning.notes[_NOTE] = conversation.mark
 
     def _remove(self, mark: Mark) -> None:
-        known = self._known.pop(mark)
-        if known is not None:
-            self._uncount(known)
+        removed = self._by_mark.pop(mark)
+        if removed is not None:
+            self._uncount(removed)
 
-    def _uncount(self, known: CachedConversation) -> None:
+    def _uncount(self, removed: CachedConversation) -> None:
         ends = self._ends
-        if ends[known.end] == 1:
-            del ends[known.end]
+        if ends[removed.end] == 1:
+            del ends[removed.end]
         else:
-            ends[known.end] -= 1
+            ends[removed.end] -= 1
 
 
-def appended_messages(request: InferenceRequest, known: CachedConversation) -> tuple[Chat, Mark] | None:
-    """The new messages of a request that continues `known`, and the request's mark.
+def appended_messages(request: InferenceRequest, cached: CachedConversation) -> tuple[Chat, Mark] | None:
+    """The new messages of a request that continues `cached`, and the request's mark.
 
     None if anything besides the messages has changed, or if there are no new messages. Raises Inexact.
     """
-    body, after, end = request.body, known.after, known.end
+    body, after, end = request.body, cached.after, cached.end
     stop = len(body) - len(after)
     if body[end : end + 1] != b"," or stop <= end or not body.endswith(after):
         return None
@@ -249,36 +249,36 @@ def appended_messages(request: InferenceRequest, known: CachedConversation) -> t
         return None
     if not messages:
         return None
-    chat = Chat([validated(message) for message in messages], known.chat.tools, known.chat.kwargs)
+    chat = Chat([validated(message) for message in messages], cached.chat.tools, cached.chat.kwargs)
     return chat, _mark(body, _trimmed(body, stop))
 
 
-def continuation(request: InferenceRequest, known: CachedConversation) -> Continuation | None:
-    """Parse a request that continues `known`, without the known messages; None if the parse is ambiguous."""
+def continuation(request: InferenceRequest, cached: CachedConversation) -> Continuation | None:
+    """Parse a request that continues `cached`, without its messages; None if the parse is ambiguous."""
     body = request.body
-    rest = body[known.end :].lstrip(_BLANK)
-    if rest.startswith(b","):
-        rest = rest[1:]
-    elif not rest.startswith(b"]"):
+    remainder = body[cached.end :].lstrip(_BLANK)
+    if remainder.startswith(b","):
+        remainder = remainder[1:]
+    elif not remainder.startswith(b"]"):
         return None
-    if _NAME in rest:
+    if _NAME in remainder:
         return None
     try:
-        raw = _decode_fields(_ARRAY + b"[" + rest)
+        raw = _decode_fields(_ARRAY + b"[" + remainder)
         fields = {name: _decode(value) for name, value in raw.items()}
     except UNREADABLE:
         return None
     if "messages" in fields:  # twice: the last one counts
         return None
     fields["messages"] = fields.pop("\0")
-    end = _trimmed(body, len(body) - len(rest) + len(bytes(raw["\0"])) - 2)
-    return Continuation(known, {**known.before, **fields}, _mark(body, end))
+    end = _trimmed(body, len(body) - len(remainder) + len(bytes(raw["\0"])) - 2)
+    return Continuation(cached, {**cached.leading_fields, **fields}, _mark(body, end))
 
 
 class NewConversation(NamedTuple):
     """A body that continues no cached chat."""
 
-    before: Mapping[str, Any]
+    leading_fields: Mapping[str, Any]
     """The fields before `messages`."""
     mark: Mark
 
@@ -295,14 +295,14 @@ def new_conversation(request: InferenceRequest) -> NewConversation | None:
     head = body[:start] + b"null}"
     try:
         pairs = json.loads(head, object_pairs_hook=list)
-        before = _decode(head)
+        leading_fields = _decode(head)
     except (ValueError, RecursionError):
         return None
     if not isinstance(pairs, list) or [name for name, _ in pairs].count("messages") != 1:
         return None
-    if before.pop("messages", 0) is not None:
+    if leading_fields.pop("messages", 0) is not None:
         return None
-    return NewConversation(before, _mark(body, _trimmed(body, start + len(array) - 1)))
+    return NewConversation(leading_fields, _mark(body, _trimmed(body, start + len(array) - 1)))
 
 
 def signature_of(chat: Chat) -> bytes | None:
@@ -336,8 +336,8 @@ def _ends(body: bytes) -> Iterator[int]:
     while stop > max(0, least):
         start = max(0, stop - size)
         # A match may need blanks, a comma and a bracket after `stop`.
-        found = [match.start() for match in _message_ends(body, start, stop + _WINDOW_BYTES)]
-        for end in reversed(found):
+        candidates = [match.start() for match in _message_ends(body, start, stop + _WINDOW_BYTES)]
+        for end in reversed(candidates):
             if end < stop:
                 yield end + 1
         stop = start

@@ -60,30 +60,30 @@ class Cutter:
 
     def __init__(self, tokens: Iterable[RawToken]) -> None:
         # The pattern has all raw tokens: a token that is no cut may contain the text of one that is.
-        known = {token.text: token.is_cut for token in tokens if token.text}
-        self._cuts = frozenset(text for text, cuts in known.items() if cuts)
+        cuts_by_text = {token.text: token.is_cut for token in tokens if token.text}
+        self._cuts = frozenset(text for text, cuts in cuts_by_text.items() if cuts)
         # A token that begins before a place ends before it if no token has the place's character inside.
-        inside = {char for text in known for char in text[1:]}
+        inside = {char for text in cuts_by_text for char in text[1:]}
         self._clean = frozenset(text for text in self._cuts if text[0] not in inside)
-        self._pattern = re.compile(_longest_of(known)) if self._cuts else None
-        self.reach = max(map(len, known), default=0)
+        self._pattern = re.compile(_longest_of(cuts_by_text)) if self._cuts else None
+        self.reach = max(map(len, cuts_by_text), default=0)
         """Length of the longest raw token in characters. Whether there is a cut at a place depends on at most
         this number of characters after the place."""
 
-    def cuts_at(self, text: str, place: int) -> bool:
-        """Whether `text` is cut at `place`, whatever is before it. False also if that depends on the rest."""
-        found = None if self._pattern is None else self._pattern.match(text, place)
-        return found is not None and found[0] in self._clean
+    def cuts_at(self, text: str, index: int) -> bool:
+        """Whether `text` is cut at `index`, whatever is before it. False also if that depends on the rest."""
+        token = None if self._pattern is None else self._pattern.match(text, index)
+        return token is not None and token[0] in self._clean
 
     def segments(self, text: str) -> list[str]:
         """The segments of `text`, in order. Every segment except the first begins with a cut token."""
         segments, start, cuts = [], 0, self._cuts
         if self._pattern is not None:
-            for found in self._pattern.finditer(text):
-                place = found.start()
-                if place > start and found[0] in cuts:
-                    segments.append(text[start:place])
-                    start = place
+            for match in self._pattern.finditer(text):
+                index = match.start()
+                if index > start and match[0] in cuts:
+                    segments.append(text[start:index])
+                    start = index
         segments.append(text[start:])
         return segments
 
@@ -123,19 +123,19 @@ class SegmentCache:
     # The keys are the texts themselves, not hashes, so two segments are never confused.
 
     def __init__(self, max_bytes: int) -> None:
-        self._known = Lru[str, TokenIds](max_bytes, _size)
+        self._ids = Lru[str, TokenIds](max_bytes, _size)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._ids)
 
     @property
     def max_bytes(self) -> int:
-        return self._known.max_weight
+        return self._ids.max_weight
 
     @property
     def bytes(self) -> int:
-        return self._known.weight
+        return self._ids.weight
 
     def encode(self, segments: Iterable[str], encode: Encode) -> TokenIds:
         """The ids of all segments in one array. Calls `encode` once for each segment that is not cached."""
@@ -144,28 +144,28 @@ class SegmentCache:
     def encode_each(self, segments: Sequence[str], encode: Encode) -> list[TokenIds]:
         """The ids of each segment. The caller must not change the arrays, which belong to the cache."""
         with self._lock:
-            ids = list(map(self._known.get, segments))
+            ids = list(map(self._ids.get, segments))
         if None in ids:
             new: dict[str, TokenIds] = {}
-            for place, found in enumerate(ids):
-                if found is None:
-                    segment = segments[place]
-                    found = new.get(segment)
-                    if found is None:
-                        found = new[segment] = encode(segment)
-                    ids[place] = found
+            for index, cached in enumerate(ids):
+                if cached is None:
+                    segment = segments[index]
+                    cached = new.get(segment)
+                    if cached is None:
+                        cached = new[segment] = encode(segment)
+                    ids[index] = cached
             with self._lock:
-                for segment, found in new.items():
-                    if segment not in self._known:
-                        self._known.put(segment, found)
+                for segment, cached in new.items():
+                    if segment not in self._ids:
+                        self._ids.put(segment, cached)
         return cast("list[TokenIds]", ids)
 
 
 def joined(parts: Iterable[TokenIds]) -> TokenIds:
     """All ids in one new array."""
     ids = array("I")
-    for part in parts:
-        ids += part
+    for segment_ids in parts:
+        ids += segment_ids
     return ids
 
 
@@ -201,7 +201,7 @@ class Encoder:
     Thread-safe; releases the interpreter lock while it runs."""
     name: str
     """The library."""
-    why: str = ""
+    explanation: str = ""
     """The reason for the choice."""
     quick_bytes: int = 2048
     """JSON of this size is parsed, rendered and encoded in well under a millisecond: it needs no thread."""
@@ -225,8 +225,8 @@ def choose_encoder(tokenizer: Tokenizer, *, allow_fastokens: bool = True) -> Enc
         )
     if not agrees:
         return Encoder(reference, "tokenizers", "fastokens gives other token ids")
-    why = "agrees with tokenizers on all samples"
-    return Encoder(lambda text: _flat(other, text), "fastokens", why, quick_bytes=8192)
+    explanation = "agrees with tokenizers on all samples"
+    return Encoder(lambda text: _flat(other, text), "fastokens", explanation, quick_bytes=8192)
 
 
 def cuts_are_exact(tokenizer: Tokenizer, cutter: Cutter, encode: Encode) -> bool:
@@ -245,7 +245,7 @@ def _samples(tokenizer: Tokenizer) -> Iterable[str]:
     yield from SAMPLES
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:400]
     for gap in ("", " ", "\n", "  a ", "b"):
-        pieces = [token + gap + SAMPLES[place % len(SAMPLES)] for place, token in enumerate(added)]
+        pieces = [token + gap + SAMPLES[index % len(SAMPLES)] for index, token in enumerate(added)]
         yield gap.join(pieces)
 
 
@@ -271,12 +271,12 @@ def added_around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
     for text in ("a", "The quick brown fox, 42."):
         bare = tokenizer.encode(text, add_special_tokens=False).ids
         full = tokenizer.encode(text, add_special_tokens=True).ids
-        for before in range(len(full) - len(bare) + 1):
-            if full[before : before + len(bare)] == bare:
+        for added_before in range(len(full) - len(bare) + 1):
+            if full[added_before : added_before + len(bare)] == bare:
                 break
         else:
             return None
-        seen = array("I", full[:before]), array("I", full[before + len(bare) :])
+        seen = array("I", full[:added_before]), array("I", full[added_before + len(bare) :])
         if around is not None and around != seen:
             return None
         around = seen

@@ -60,10 +60,10 @@ class TokenEstimator:
                 return
         seen = size / prompt_tokens
         seen = 0.5 if seen < 0.5 else 16.0 if seen > 16.0 else seen
-        known = self._ratio.get(model)
+        ratio = self._ratio.get(model)
         # The first answer replaces the default: with a wrong ratio every worker's part of the history has a
         # wrong size.
-        self._ratio[model] = seen if known is None else known + _WEIGHT * (seen - known)
+        self._ratio[model] = seen if ratio is None else ratio + _WEIGHT * (seen - ratio)
 
     def prompt_keys(self, prompt: AnyPrompt, space: CacheSpace) -> PromptKeys:
         """The prompt's chained keys and estimated length. Keys of a long prompt are computed on access."""
@@ -88,21 +88,21 @@ def _seen_keys(prompt: SeenPrompt, seed: int) -> Sequence[BlockKey]:
     one's.
     """
     prefix, grown = prompt.prefix, prompt.longer_prefix
-    known: PrefixKeys | None = prefix.notes.get(seed)
-    if known is None:
+    cached: PrefixKeys | None = prefix.notes.get(seed)
+    if cached is None:
         if prompt.size < ANCHOR_BYTES:
             return block_keys(prompt.data, seed=seed)
-        known = PrefixKeys([seed], {})
+        cached = PrefixKeys([seed], {})
         if prefix.whole_bytes:
-            known = ContinuedKeys(known, prompt.data, lambda: b"").prefix(prefix.whole_bytes // BLOCK_BYTES)
-            _store(prefix, seed, known)
-    keys = ContinuedKeys(known, prompt.tail, lambda: prompt.data, grown is not None)
+            cached = ContinuedKeys(cached, prompt.data, lambda: b"").prefix(prefix.whole_bytes // BLOCK_BYTES)
+            _store(prefix, seed, cached)
+    keys = ContinuedKeys(cached, prompt.tail, lambda: prompt.data, grown is not None)
     if grown is not None:
         _store(grown, seed, keys.prefix(grown.whole_bytes // BLOCK_BYTES))
     return keys
 
 
-def _store(prefix: PromptPrefix, seed: int, known: PrefixKeys) -> None:
+def _store(prefix: PromptPrefix, seed: int, keys: PrefixKeys) -> None:
     if len(prefix.notes) >= _MOST_SEEDS:
         prefix.notes.clear()
-    prefix.notes[seed] = known
+    prefix.notes[seed] = keys

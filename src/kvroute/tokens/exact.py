@@ -69,12 +69,12 @@ class _Answered(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
     def ids(self) -> tuple[TokenIds, ...]:
-        found = (
+        id_lists = (
             [self.prompt_token_ids] if self.prompt_token_ids else [c.prompt_token_ids for c in self.choices]
         )
-        if not found or None in found:
+        if not id_lists or None in id_lists:
             raise Inexact(TokensReason.WORKER_FAILED)  # a release that does not know the field
-        return tuple(array("I", ids or ()) for ids in found)
+        return tuple(array("I", ids or ()) for ids in id_lists)
 
 
 class _Placeholders(msgspec.Struct):
@@ -92,9 +92,9 @@ class _Features(msgspec.Struct):
         try:
             return tuple(
                 sorted(
-                    MediaItem(place.offset, identifier)
+                    MediaItem(placeholder.offset, identifier)
                     for kind, identifiers in self.mm_hashes.items()
-                    for place, identifier in zip(self.mm_placeholders[kind], identifiers, strict=True)
+                    for placeholder, identifier in zip(self.mm_placeholders[kind], identifiers, strict=True)
                 )
             )
         except (KeyError, ValueError):
@@ -380,7 +380,7 @@ class TokenSource:
 
     model: str
     mode: Mode
-    why: str
+    explanation: str
     through: str = ""
     """The library, or the worker's endpoint."""
     refused: frozenset[Shape] = frozenset()
@@ -490,18 +490,20 @@ class ExactTokens:
         await engine.choose()
         local, source = await self._local_source(model, folder, engine, root)
         if source.mode is Mode.NONE or source.refused:
-            remote = await self._worker_source(model, engine, source.why, is_harmony=engine.is_harmony)
+            remote = await self._worker_source(
+                model, engine, source.explanation, is_harmony=engine.is_harmony
+            )
             if source.mode is Mode.NONE or len(remote.refused) < len(source.refused):
                 if remote.mode is not Mode.NONE:
                     local, source = None, remote
                 elif source.mode is Mode.NONE:
                     source = remote
-        before = self._local.pop(model, None)
+        replaced = self._local.pop(model, None)
         self._days.pop(model, None)
         if local is not None:
             self._local[model] = local
-            if before is not None:
-                local.turns.update(before.turns)
+            if replaced is not None:
+                local.turns.update(replaced.turns)
             if local.files.shows_dates:
                 self._days[model] = self._today()
         self._sources[model] = source
@@ -583,8 +585,8 @@ class ExactTokens:
             engine.is_harmony = engine.is_harmony or looks_like_harmony(root or model)
             return None, TokenSource(model, Mode.NONE, str(error))
         except Inexact as error:
-            why = f"the model's files could not be read: {error.reason}"
-            return None, TokenSource(model, Mode.NONE, why)
+            explanation = f"the model's files could not be read: {error.reason}"
+            return None, TokenSource(model, Mode.NONE, explanation)
         engine.is_harmony = files.is_harmony
         share = self._cache_bytes // 2
         flags = replace(self._flags, billing=self._billing[model])
@@ -595,20 +597,20 @@ class ExactTokens:
 
         if files.harmony is not None and (ids := await engine.first_ids()) is not None:
             files.harmony.follow(ids)
-        found = await compare(model, ours, engine.ids)
-        if not found.agreed and not found.differing:
+        agreement = await compare(model, ours, engine.ids)
+        if not agreement.agreed and not agreement.differing:
             return None, TokenSource(model, Mode.NONE, "the worker answered no sample request")
         library = files.encoder
-        refused, reason = found.shapes, TokensReason.DIFFERS
-        why = _compared(found, engine)
+        refused, reason = agreement.shapes, TokensReason.DIFFERS
+        explanation = _compared(agreement, engine)
         if files.is_harmony and (files.harmony is None or not engine.shows_chats):
             refused, reason = refused | _CHATS, TokensReason.HARMONY
-            why += f"; chats get no exact tokens: {files.why_no_harmony or _UNPROVEN}"
+            explanation += f"; chats get no exact tokens: {files.why_no_harmony or _UNPROVEN}"
         if Shape.TEXT in refused and Shape.CHAT in refused:
-            return None, TokenSource(model, Mode.NONE, why)
+            return None, TokenSource(model, Mode.NONE, explanation)
         through = "harmony" if files.harmony is not None else library.name
-        why = f"{why}; {library.name}, {library.why}"
-        return local, TokenSource(model, Mode.LOCAL, why, through, refused, reason, engine.renders)
+        explanation = f"{explanation}; {library.name}, {library.explanation}"
+        return local, TokenSource(model, Mode.LOCAL, explanation, through, refused, reason, engine.renders)
 
     def _load(self, folder: Path) -> ModelFiles:
         return load_model(
@@ -618,31 +620,35 @@ class ExactTokens:
             harmony_vocabulary=self._harmony_vocabulary,
         )
 
-    async def _worker_source(self, model: str, engine: _Engine, why: str, *, is_harmony: bool) -> TokenSource:
+    async def _worker_source(
+        self, model: str, engine: _Engine, explanation: str, *, is_harmony: bool
+    ) -> TokenSource:
         if engine.renders:
-            return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.RENDER.value, renders=True)
-        found = await compare(model, engine.tokenized, engine.ids)
-        refused, reason = found.shapes, TokensReason.DIFFERS
-        if not found.agreed and not found.differing:
-            return TokenSource(model, Mode.NONE, f"{why}; the worker answered no sample request")
+            return TokenSource(model, Mode.REMOTE, explanation, RemoteEndpoint.RENDER.value, renders=True)
+        agreement = await compare(model, engine.tokenized, engine.ids)
+        refused, reason = agreement.shapes, TokensReason.DIFFERS
+        if not agreement.agreed and not agreement.differing:
+            return TokenSource(model, Mode.NONE, f"{explanation}; the worker answered no sample request")
         if is_harmony:
             refused, reason = refused | _CHATS, TokensReason.HARMONY
-        if found.differing:
-            why = f"{why}; its /tokenize gives other ids than it computes with for: {found.names}"
+        if agreement.differing:
+            explanation = (
+                f"{explanation}; its /tokenize gives other ids than it computes with for: {agreement.names}"
+            )
         if Shape.TEXT in refused and Shape.CHAT in refused:
-            return TokenSource(model, Mode.NONE, why)
-        return TokenSource(model, Mode.REMOTE, why, RemoteEndpoint.TOKENIZE.value, refused, reason)
+            return TokenSource(model, Mode.NONE, explanation)
+        return TokenSource(model, Mode.REMOTE, explanation, RemoteEndpoint.TOKENIZE.value, refused, reason)
 
 
 _CHATS = frozenset(Shape) - {Shape.TEXT}
 _UNPROVEN = "the worker renders Harmony, and shows the ids of no chat (/tokenize renders the chat template)"
 
 
-def _compared(found: Agreement, engine: _Engine) -> str:
+def _compared(agreement: Agreement, engine: _Engine) -> str:
     """The result of a comparison, in words."""
-    if found.differing:
-        return f"token ids are not the worker's for: {found.names}"
-    return f"{found.agreed} samples agree with {engine}, which refused {found.unanswered}"
+    if agreement.differing:
+        return f"token ids are not the worker's for: {agreement.names}"
+    return f"{agreement.agreed} samples agree with {engine}, which refused {agreement.unanswered}"
 
 
 class _Engine:

@@ -80,8 +80,8 @@ class Harmony:
 
     def follow(self, ids: Sequence[int]) -> None:
         """Take over the date in a prompt of the engine, if it has another one than this machine."""
-        found = self.date_in(ids)
-        self._pinned = found if found is not None and found != self._today() else ""
+        engine_date = self.date_in(ids)
+        self._pinned = engine_date if engine_date is not None and engine_date != self._today() else ""
 
     def encode_text(self, text: str) -> TokenIds:
         """The ids of a text with special tokens, as the model's own tokenizer encodes it."""
@@ -90,12 +90,12 @@ class Harmony:
     def date_in(self, ids: Sequence[int]) -> str | None:
         """The date in the system message that a prompt of the engine begins with; None if there is none."""
         text = str(self._encoding.decode(list(ids[:200])))
-        before, found, rest = text.partition("\nCurrent date: ")
-        return rest.partition("\n")[0] if found and before.startswith("<|start|>system") else None
+        head, separator, tail = text.partition("\nCurrent date: ")
+        return tail.partition("\n")[0] if separator and head.startswith("<|start|>system") else None
 
     def _special(self, token: str) -> int:
-        (found,) = self._encoding.encode(token, allowed_special="all")
-        return int(found)
+        (token_id,) = self._encoding.encode(token, allowed_special="all")
+        return int(token_id)
 
     def _with_old_header(self, ids: list[int]) -> list[int]:
         """The ids with the header of a tool call as the model was trained with it, as vLLM writes it."""
@@ -108,9 +108,9 @@ class Harmony:
         except ValueError:
             return ids
         decode, encode = self._encoding.decode, self._encoding.encode
-        name, found, recipient = decode(ids[channel + 1 : constrain]).partition(" to=")
+        name, separator, recipient = decode(ids[channel + 1 : constrain]).partition(" to=")
         kind = decode(ids[constrain + 1 : end])
-        if decode(ids[1:channel]) != "assistant" or not found or not recipient.endswith(" "):
+        if decode(ids[1:channel]) != "assistant" or not separator or not recipient.endswith(" "):
             return ids
         if not name or not recipient[:-1] or not kind:
             return ids
@@ -199,16 +199,16 @@ def without_old_reasoning(messages: Sequence[HarmonyMessage]) -> list[HarmonyMes
     final = last_final(messages)
     return [
         message
-        for place, message in enumerate(messages)
-        if place >= final or message.get("channel") != "analysis"
+        for index, message in enumerate(messages)
+        if index >= final or message.get("channel") != "analysis"
     ]
 
 
 def last_final(messages: Sequence[HarmonyMessage]) -> int:
     """The place of the last final answer; -1 without one."""
-    for place in range(len(messages) - 1, -1, -1):
-        if messages[place].get("channel") == "final" and messages[place]["role"] == "assistant":
-            return place
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get("channel") == "final" and messages[index]["role"] == "assistant":
+            return index
     return -1
 
 
@@ -226,7 +226,11 @@ class HarmonyTurn(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def size(self) -> int:
-        texts = sum(len(part.get("text") or "") for message in self.open for part in message["content"])
+        texts = sum(
+            len(content_part.get("text") or "")
+            for message in self.open
+            for content_part in message["content"]
+        )
         return 500 * (1 + len(self.open)) + 2 * texts + 150 * len(self.names)
 
 
@@ -243,27 +247,29 @@ class HarmonyTurns:
         return self._grown(chat.messages, HarmonyTurn(today, chat.has_functions, names, ()), PrefixIds())
 
     def next_turn(
-        self, known: HarmonyTurn, prefix: PrefixIds, turns: Sequence[Mapping[str, Any]]
+        self, cached: HarmonyTurn, prefix: PrefixIds, turns: Sequence[Mapping[str, Any]]
     ) -> Grown | None:
         """The chat with these messages added; None if they change what earlier ones mean. Raises Inexact."""
-        if self._harmony.today() != known.today:
+        if self._harmony.today() != cached.today:
             return None
         added: dict[str, str] = {}
         add_names(turns, added)
-        if any(known.names.get(call, name) != name for call, name in added.items()):
+        if any(cached.names.get(call, name) != name for call, name in added.items()):
             return None
-        names = known.names | added
+        names = cached.names | added
         new = [message for turn in turns for message in converted(turn, names)]
         _add_unnamed(turns, names)
-        turn = HarmonyTurn(known.today, known.has_functions, names, ())
-        return self._grown([*known.open, *new], turn, prefix)
+        turn = HarmonyTurn(cached.today, cached.has_functions, names, ())
+        return self._grown([*cached.open, *new], turn, prefix)
 
     def _grown(self, messages: Sequence[HarmonyMessage], turn: HarmonyTurn, prefix: PrefixIds) -> Grown:
         kept = without_old_reasoning(messages)
         mark = "1" if turn.has_functions else "0"
         parts = self._cache.encode_each([key_of(message, mark) for message in kept], self._harmony.encode)
-        places = (place for place, message in enumerate(kept) if message.get("channel") == "analysis")
-        final = next(places, len(kept))
+        reasoning_indexes = (
+            index for index, message in enumerate(kept) if message.get("channel") == "analysis"
+        )
+        final = next(reasoning_indexes, len(kept))
         stable = prefix.extended(joined(parts[:final])) if final else prefix
         turn = HarmonyTurn(turn.today, turn.has_functions, turn.names, tuple(kept[final:]))
         return Grown(turn, stable, joined(parts[final:]) + self._harmony.next_turn)
@@ -275,7 +281,7 @@ class Grown(NamedTuple):
     turn: HarmonyTurn
     prefix: PrefixIds
     """The ids that no later turn changes."""
-    rest: TokenIds
+    suffix: TokenIds
 
 
 def _add_unnamed(turns: Iterable[Mapping[str, Any]], names: dict[str, str]) -> None:
@@ -448,7 +454,7 @@ def flat_text(content: Any) -> str | None:
     """The texts of a content in one; None if there is none."""
     if content is None or isinstance(content, str):
         return content
-    texts = [part for part in _parts(content) if part is not None]
+    texts = [text for text in _parts(content) if text is not None]
     return "".join(texts) if texts else None
 
 
@@ -456,19 +462,19 @@ def _texts(content: Any) -> list[str]:
     """The texts of a content, one for each part."""
     if content is None or isinstance(content, str):
         return [content or ""]
-    return [part or "" for part in _parts(content)]
+    return [text or "" for text in _parts(content)]
 
 
 def _parts(content: Any) -> list[str | None]:
-    found: list[str | None] = []
-    for part in objects(content):
-        if part.get("type") not in _TEXT_PARTS:
+    texts: list[str | None] = []
+    for content_part in objects(content):
+        if content_part.get("type") not in _TEXT_PARTS:
             raise Inexact(TokensReason.MEDIA)
-        text = part.get("text")
+        text = content_part.get("text")
         if text is not None and not isinstance(text, str):
             raise Inexact(TokensReason.UNREADABLE)
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _responses(body: Mapping[str, Any], today: str) -> HarmonyChat:
@@ -521,6 +527,9 @@ def _item(item: Mapping[str, Any], names: dict[str, str]) -> Iterator[HarmonyMes
         yield _result(name, output)
     elif kind == "reasoning":
         if content := item.get("content"):
-            yield _said("analysis", ["\n".join(str(part.get("text", "")) for part in objects(content))])
+            yield _said(
+                "analysis",
+                ["\n".join(str(content_part.get("text", "")) for content_part in objects(content))],
+            )
     else:
         raise Inexact(TokensReason.UNSUPPORTED)

@@ -28,9 +28,9 @@ from kvroute.tokens.chat import Chat, EngineFlags, chat_completion, render_chat
 from kvroute.tokens.conversations import (
     CHAT_PATH,
     CachedConversation,
+    ContinuationState,
     Conversations,
     Mark,
-    Rest,
     appended_messages,
     continuation,
     new_conversation,
@@ -95,7 +95,7 @@ class ModelFiles:
     @property
     def shows_dates(self) -> bool:
         """Whether prompts contain the date."""
-        return self.harmony is not None or any(each.shows_dates for each in self.templates.values())
+        return self.harmony is not None or any(template.shows_dates for template in self.templates.values())
 
     def template(self, has_tools: bool) -> ChatTemplate | None:
         special = "tool_use" if has_tools else _OF_PROCESSOR
@@ -203,10 +203,10 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         raise UnusableModel("there is no tokenizer.json") from error
     except Exception as error:  # tokenizers raises nothing narrower
         raise UnusableModel(f"tokenizer.json cannot be read: {type(error).__name__}") from error
-    known = tokenizer.get_vocab(with_added_tokens=True)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     declared = config.get("added_tokens_decoder") or {}
     for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
-        if token.get("content") not in known:
+        if token.get("content") not in vocabulary:
             tokenizer.add_tokens([_added_token(token)])
     for token in (*_named_tokens(config).values(), *_unnamed_tokens(config)):
         if token and _text(token) not in tokenizer.get_vocab(with_added_tokens=True):
@@ -284,8 +284,8 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         sources.update(inside)
     files = {"default": folder / "chat_template.jinja"}
     files.update((path.stem, path) for path in (folder / "additional_chat_templates").glob("*.jinja"))
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    return (found or sources) | _processor_source(folder)
+    file_sources = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    return (file_sources or sources) | _processor_source(folder)
 
 
 def _processor_source(folder: Path) -> dict[str, str]:
@@ -345,8 +345,8 @@ class LocalTokenizer:
         message. Otherwise a cached chat of 32,000 tokens takes 0.4 ms with fastokens and 1.5 to 4 ms with
         tokenizers; a new one takes 4 ms, and 60 ms or more (bench/micro_tokens.py).
         """
-        known = self._conversations.find(request)
-        if known is not None and (ids := self._continue_conversation(request, known)) is not None:
+        cached = self._conversations.find(request)
+        if cached is not None and (ids := self._continue_conversation(request, cached)) is not None:
             self.turns["continued"] += 1
             return (ids,)
         return self._encode_whole(request)
@@ -362,10 +362,10 @@ class LocalTokenizer:
             if messages is not None and len(messages) > _QUICK_MESSAGES:
                 return None
             return self.prompts(request)
-        known = self._conversations.find(request)
-        if known is None or len(body) - known.end + len(known.carry) > quick:
+        cached = self._conversations.find(request)
+        if cached is None or len(body) - cached.end + len(cached.carry) > quick:
             return None
-        ids = self._continue_conversation(request, known, most=_QUICK_MESSAGES)
+        ids = self._continue_conversation(request, cached, most=_QUICK_MESSAGES)
         if ids is None:
             return None
         self.turns["continued"] += 1
@@ -408,45 +408,45 @@ class LocalTokenizer:
         assert self._harmony is not None
         body, today = decoded(request), harmony.today()
         chat = harmony_chat(request.endpoint.path, body, self._flags, today, self._files.template)
-        if not self._is_cached(request) or (found := new_conversation(request)) is None:
+        if not self._is_cached(request) or (started := new_conversation(request)) is None:
             return tokens_of(chat, harmony, self._messages)
         grown = self._harmony.first_turn(chat, body["messages"], today)
-        known = CachedConversation(
-            (0, 0), (), b"", found.before, Chat(()), b"", 0, "", "", PrefixIds(), None, grown.turn
+        empty = CachedConversation(
+            (0, 0), (), b"", started.leading_fields, Chat(()), b"", 0, "", "", PrefixIds(), None, grown.turn
         )
-        return self._store_rest(known, found.mark, request, grown.turn, grown.prefix, grown.rest)
+        return self._store_rest(empty, started.mark, request, grown.turn, grown.prefix, grown.suffix)
 
     def _is_cached(self, request: InferenceRequest) -> bool:
         return request.endpoint.path == CHAT_PATH and len(request.body) >= self._conversations.least_bytes
 
     def _store_rest(
         self,
-        known: CachedConversation,
+        cached: CachedConversation,
         mark: Mark,
         request: InferenceRequest,
-        rest: Rest,
+        state: ContinuationState,
         prefix: PrefixIds,
         ids: TokenIds,
     ) -> PromptIds:
-        """Cache the chat that continues `known`; return its ids: `prefix`, then `ids`."""
-        if mark != known.mark:
+        """Cache the chat that continues `cached`; return its ids: `prefix`, then `ids`."""
+        if mark != cached.mark:
             body, seen = request.body, request.seen
             stored = CachedConversation(
                 mark,
-                known.body_parts(mark[0], body),
+                cached.body_parts(mark[0], body),
                 body[mark[0] :],
-                known.before,
-                known.chat,
-                known.signature,
+                cached.leading_fields,
+                cached.chat,
+                cached.signature,
                 0,
                 "",
                 "",
                 prefix,
                 None if seen is None else ref(seen.longer_prefix or seen.prefix),
-                rest,
+                state,
             )
-            self._conversations.store(stored, known if known.end else None)
-        return PromptIds(prefix, ids, known.ids)
+            self._conversations.store(stored, cached if cached.end else None)
+        return PromptIds(prefix, ids, cached.ids)
 
     def _start_conversation(self, request: InferenceRequest, chat: Chat, text: str) -> Sequence[int] | None:
         """Tokenize a chat and cache it; None if a chat of this kind cannot be continued."""
@@ -454,7 +454,7 @@ class LocalTokenizer:
             return None
         template = self._template(chat)
         signature = signature_of(chat)
-        if signature is None or (found := new_conversation(request)) is None:
+        if signature is None or (started := new_conversation(request)) is None:
             return None
         without_messages = Chat(messages=(), tools=chat.tools, kwargs=chat.kwargs)
         if not template.is_separable:
@@ -462,65 +462,74 @@ class LocalTokenizer:
             if turn is None:
                 return None
             empty = CachedConversation(
-                (0, 0), (), b"", found.before, without_messages, signature, 0, "", "", PrefixIds()
+                (0, 0), (), b"", started.leading_fields, without_messages, signature, 0, "", "", PrefixIds()
             )
-            return self._store_rest(empty, found.mark, request, turn.window, turn.prefix, turn.rest)
+            return self._store_rest(empty, started.mark, request, turn.window, turn.prefix, turn.suffix)
         if not _is_separable(chat.messages, template):
             return None
         head, tail = template.around(**_arguments(chat))
         empty = CachedConversation(
-            (0, 0), (), b"", found.before, without_messages, signature, len(head), tail, "", PrefixIds()
+            (0, 0),
+            (),
+            b"",
+            started.leading_fields,
+            without_messages,
+            signature,
+            len(head),
+            tail,
+            "",
+            PrefixIds(),
         )
-        return self._encode_and_store(empty, found.mark, request, text, None)
+        return self._encode_and_store(empty, started.mark, request, text, None)
 
     def _continue_conversation(
-        self, request: InferenceRequest, known: CachedConversation, most: int | None = None
+        self, request: InferenceRequest, cached: CachedConversation, most: int | None = None
     ) -> Sequence[int] | None:
-        """The token ids of a request whose body begins with that of `known`.
+        """The token ids of a request whose body begins with that of `cached`.
 
         None if the request cannot be rendered as a continuation, or has more than `most` new messages.
         """
-        appended = appended_messages(request, known)
+        appended = appended_messages(request, cached)
         if appended is not None:
             chat, mark = appended
-        elif isinstance(known.rest, HarmonyTurn):
+        elif isinstance(cached.render_state, HarmonyTurn):
             return None
         else:
-            found = continuation(request, known)
-            if found is None:
+            continued = continuation(request, cached)
+            if continued is None:
                 return None
-            chat, mark = chat_completion(found.fields, self._flags), found.mark
-            if signature_of(chat) != known.signature:
+            chat, mark = chat_completion(continued.fields, self._flags), continued.mark
+            if signature_of(chat) != cached.signature:
                 return None
         if most is not None and len(chat.messages) > most:
             return None
-        if isinstance(known.rest, HarmonyTurn):
+        if isinstance(cached.render_state, HarmonyTurn):
             assert self._harmony is not None
-            grown = self._harmony.next_turn(known.rest, known.ids, chat.messages)
+            grown = self._harmony.next_turn(cached.render_state, cached.ids, chat.messages)
             if grown is None:
                 return None
-            return self._store_rest(known, mark, request, grown.turn, grown.prefix, grown.rest)
+            return self._store_rest(cached, mark, request, grown.turn, grown.prefix, grown.suffix)
         template = self._template(chat)
-        if isinstance(known.rest, Window):
-            return self._continue_window(request, known, known.rest, chat, mark, template, most)
+        if isinstance(cached.render_state, Window):
+            return self._continue_window(request, cached, cached.render_state, chat, mark, template, most)
         if not _is_separable(chat.messages, template):
             return None
         if template.content_format == "string" and (plain := template.between(chat.messages)) is not None:
-            text = known.carry + plain + known.tail
-            return self._encode_and_store(known, mark, request, text, known)
+            text = cached.carry + plain + cached.tail
+            return self._encode_and_store(cached, mark, request, text, cached)
         # Render the new messages alone: their text is between the same head and tail as in the whole chat.
         text = (
             render_chat(chat, template, self._flags)
             if chat.messages
             else "".join(template.around(**_arguments(chat)))
         )
-        text = known.carry + text[known.head :]
-        return self._encode_and_store(known, mark, request, text, known)
+        text = cached.carry + text[cached.head :]
+        return self._encode_and_store(cached, mark, request, text, cached)
 
     def _continue_window(
         self,
         request: InferenceRequest,
-        known: CachedConversation,
+        cached: CachedConversation,
         window: Window,
         chat: Chat,
         mark: Mark,
@@ -528,17 +537,17 @@ class LocalTokenizer:
         most: int | None,
     ) -> Sequence[int] | None:
         """As `_continue_conversation`, for a template that does not render message by message."""
-        if most is not None and len(window.first) + len(window.recent) > most:
+        if most is not None and len(window.head) + len(window.recent) > most:
             return None
         windows = self._windows[id(template)]
-        turn = windows.next_turn(chat, window, known.ids)
+        turn = windows.next_turn(chat, window, cached.ids)
         if turn is None:
             return None
         if turn.kind is not None and windows.proofs.needs(turn.kind):
             if most is not None:
                 return None
             (whole,) = self._encode_alone(request)
-            is_equal = PromptIds(turn.prefix, turn.rest) == whole
+            is_equal = PromptIds(turn.prefix, turn.suffix) == whole
             windows.proofs.count(turn.kind, is_equal=is_equal)
             self.turns["compared"] += 1
             if not is_equal:
@@ -549,50 +558,50 @@ class LocalTokenizer:
                     MOST_MESSAGES,
                 )
                 return None
-        return self._store_rest(known, mark, request, turn.window, turn.prefix, turn.rest)
+        return self._store_rest(cached, mark, request, turn.window, turn.prefix, turn.suffix)
 
     def _encode_and_store(
         self,
-        known: CachedConversation,
+        cached: CachedConversation,
         mark: Mark,
         request: InferenceRequest,
         text: str,
         replaces: CachedConversation | None,
     ) -> PromptIds:
-        """The ids of `known.ids` followed by those of `text`, which ends with the template's tail.
+        """The ids of `cached.ids` followed by those of `text`, which ends with the template's tail.
 
         Caches the chat with the ids that later messages cannot change.
         """
         segments = self._files.cutter.segments(text)
-        end = len(text) - len(known.tail)
+        end = len(text) - len(cached.tail)
         # The text after `end` changes with the next turn. A cut depends on at most `reach` characters after
         # it, so a cut at or before `limit` is final, and so are all segments before the last such cut.
         limit, final, start = end - self._files.cutter.reach, 0, 0
-        place = 0
-        for number, segment in enumerate(segments):
-            if place > limit:
+        offset = 0
+        for index, segment in enumerate(segments):
+            if offset > limit:
                 break
-            final, start = number, place
-            place += len(segment)
+            final, start = index, offset
+            offset += len(segment)
         parts = self._parts(segments)
-        first = known.ids.extended(joined(parts[:final])) if final else known.ids
+        stable = cached.ids.extended(joined(parts[:final])) if final else cached.ids
         if replaces is None or mark != replaces.mark:
             body, seen = request.body, request.seen
             stored = CachedConversation(
                 mark,
-                known.body_parts(mark[0], body),
+                cached.body_parts(mark[0], body),
                 body[mark[0] :],
-                known.before,
-                known.chat,
-                known.signature,
-                known.head,
-                known.tail,
+                cached.leading_fields,
+                cached.chat,
+                cached.signature,
+                cached.head,
+                cached.tail,
                 text[start:end],
-                first,
+                stable,
                 None if seen is None else ref(seen.longer_prefix or seen.prefix),
             )
             self._conversations.store(stored, replaces)
-        return PromptIds(first, joined(parts[final:]), known.ids)
+        return PromptIds(stable, joined(parts[final:]), cached.ids)
 
     def _parts(self, segments: Sequence[str]) -> list[TokenIds]:
         try:
@@ -606,14 +615,14 @@ class LocalTokenizer:
             return truncated(ids, how.truncate_to, how.truncation_side)
         if self._files.added_around is None:
             raise Inexact(TokensReason.UNSUPPORTED)
-        before, after = self._files.added_around
+        prefix, suffix = self._files.added_around
         if how.truncate_to is None or how.truncation_side is not None:
-            return truncated(before + ids + after, how.truncate_to, how.truncation_side)
+            return truncated(prefix + ids + suffix, how.truncate_to, how.truncation_side)
         # Without a `truncation_side` the tokenizer truncates, and it keeps the special tokens that it adds.
-        room = how.truncate_to - len(before) - len(after)
+        room = how.truncate_to - len(prefix) - len(suffix)
         if room <= 0:
             raise Inexact(TokensReason.TRUNCATION)
-        return before + truncated(ids, room, None) + after
+        return prefix + truncated(ids, room, None) + suffix
 
 
 def _is_separable(messages: Sequence[Any], template: ChatTemplate) -> bool:

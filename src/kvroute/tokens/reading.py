@@ -270,30 +270,30 @@ def _tools(body: Mapping[str, Any], flags: EngineFlags) -> list[Message] | None:
 
 def _add(item: Message, messages: list[Message]) -> None:
     """Append the item's message, or add the item to the assistant's message before it."""
-    before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    previous = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     kind = item.get("type", "message")
     if kind == "function_call":
         if item.get("namespace"):
             raise Inexact(TokensReason.UNSUPPORTED)
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "function": function, "type": "function"}
-        if before is not None:
-            before.setdefault("tool_calls", []).append(call)
+        if previous is not None:
+            previous.setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "tool_calls": [call]})
     elif kind == "function_call_output":
         output, call_id = item.get("output"), item.get("call_id")
         messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
     elif kind == "reasoning":
-        _complete(before, messages, "reasoning", _thought(item))
+        _complete(previous, messages, "reasoning", _thought(item))
     elif kind == "message" and isinstance(item.get("role"), str):
         content = item.get("content")
         if item["role"] != "assistant":
             messages.append({**item, "content": _as_chat_parts(content)})
         elif isinstance(content, str):
-            _complete(before, messages, "content", content)
+            _complete(previous, messages, "content", content)
         elif parts := objects(content):
-            _complete(before, messages, "content", parts[0].get("text"))
+            _complete(previous, messages, "content", parts[0].get("text"))
         else:
             raise Inexact(TokensReason.UNREADABLE)
     else:
@@ -305,7 +305,8 @@ def _as_chat_parts(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [
-        {**part, "type": "text"} if part.get("type") == "input_text" else part for part in objects(content)
+        {**content_part, "type": "text"} if content_part.get("type") == "input_text" else content_part
+        for content_part in objects(content)
     ]
 
 
@@ -316,11 +317,11 @@ def _thought(item: Message) -> str:
     return str(texts[0].get("text", "")) if texts else ""
 
 
-def _complete(before: Message | None, messages: list[Message], name: str, text: Any) -> None:
+def _complete(previous: Message | None, messages: list[Message], name: str, text: Any) -> None:
     if not isinstance(text, str):
         raise Inexact(TokensReason.UNREADABLE)
-    if before is not None and before.get(name) is None:
-        before[name] = text
+    if previous is not None and previous.get(name) is None:
+        previous[name] = text
     else:
         messages.append({"role": "assistant", name: text})
 

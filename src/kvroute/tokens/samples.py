@@ -142,15 +142,15 @@ def shapes_of(request: InferenceRequest) -> frozenset[Shape]:
     if path not in ("/v1/chat/completions", "/invocations"):
         # Samples do not cover these endpoints, which become chats of any shape.
         return frozenset(Shape) - {Shape.TEXT}
-    found = {Shape.CHAT}
+    shapes = {Shape.CHAT}
     for message in body.get("messages") or ():
         if not isinstance(message, dict):
             continue
-        found.update(shape for name, shape in _FIELDS.items() if message.get(name))
+        shapes.update(shape for name, shape in _FIELDS.items() if message.get(name))
         if isinstance(message.get("content"), list):
-            found.add(Shape.PARTS)
+            shapes.add(Shape.PARTS)
         if (shape := _ROLES.get(str(message.get("role")))) is not None:
-            found.add(shape)
+            shapes.add(shape)
     has = {
         Shape.TOOLS: body.get("tools") is not None,
         Shape.CONTINUED: body.get("continue_final_message") is True,
@@ -160,7 +160,7 @@ def shapes_of(request: InferenceRequest) -> frozenset[Shape]:
         Shape.FORMAT: _kind(body.get("response_format")) not in (None, "text"),
         Shape.CHOICE: body.get("tool_choice") not in (None, "auto", "none"),
     }
-    return frozenset(found | {shape for shape, is_there in has.items() if is_there})
+    return frozenset(shapes | {shape for shape, is_there in has.items() if is_there})
 
 
 def _kind(response_format: Any) -> Any:

@@ -53,8 +53,8 @@ class Around(NamedTuple):
     `is_trimmed`: the template removes blanks at both ends of the message's text.
     """
 
-    before: str
-    after: str
+    prefix: str
+    suffix: str
     is_trimmed: bool
 
 
@@ -78,7 +78,7 @@ def is_verbatim(loop: nodes.For) -> bool:
 
 def around_texts(body_of: Callable[[dict[str, Any]], str]) -> dict[str, Around]:
     """Role -> text around a message. `body_of` renders one message, without the chat's head and tail."""
-    found = {}
+    around = {}
     for role in ROLES:
         try:
             body = body_of({"role": role, "content": _SAMPLE_TEXT})
@@ -86,10 +86,12 @@ def around_texts(body_of: Callable[[dict[str, Any]], str]) -> dict[str, Around]:
             continue
         is_trimmed = _SAMPLE_TEXT not in body
         parts = body.split(_CORE if is_trimmed else _SAMPLE_TEXT)
-        rest = "".join(parts)
-        if len(parts) == 2 and _CORE not in rest and _BLANK not in rest:  # otherwise trimmed on one side only
-            found[role] = Around(parts[0], parts[1], is_trimmed)
-    return found
+        wrapping = "".join(parts)
+        if (
+            len(parts) == 2 and _CORE not in wrapping and _BLANK not in wrapping
+        ):  # otherwise trimmed on one side only
+            around[role] = Around(parts[0], parts[1], is_trimmed)
+    return around
 
 
 def _is_verbatim(node: nodes.Node, message: str, bound: frozenset[str], use: _Use) -> bool:
@@ -109,27 +111,29 @@ def _is_verbatim(node: nodes.Node, message: str, bound: frozenset[str], use: _Us
     if isinstance(node, nodes.For):
         return _is_verbatim_loop(node, message, bound)
 
-    def each(children: list[Any], their: _Use) -> bool:
+    def all_verbatim(children: list[Any], their: _Use) -> bool:
         return all(_is_verbatim(child, message, bound, their) for child in children if child is not None)
 
     if isinstance(node, nodes.Output):
-        return each(node.nodes, _Use.PRINTED)
+        return all_verbatim(node.nodes, _Use.PRINTED)
     if isinstance(node, nodes.If):
-        return each([node.test], _Use.TESTED) and each([*node.body, *node.elif_, *node.else_], _Use.OTHER)
+        return all_verbatim([node.test], _Use.TESTED) and all_verbatim(
+            [*node.body, *node.elif_, *node.else_], _Use.OTHER
+        )
     if isinstance(node, nodes.CondExpr):
-        return each([node.test], _Use.TESTED) and each([node.expr1, node.expr2], use)
+        return all_verbatim([node.test], _Use.TESTED) and all_verbatim([node.expr1, node.expr2], use)
     if isinstance(node, nodes.Not):
-        return each([node.node], _Use.TESTED)
+        return all_verbatim([node.node], _Use.TESTED)
     if isinstance(node, _RETURNS_OPERAND):
-        return each([node.left, node.right], use)
+        return all_verbatim([node.left, node.right], use)
     if isinstance(node, (nodes.Add, nodes.Concat)):
         parts = [node.left, node.right] if isinstance(node, nodes.Add) else node.nodes
-        return each(parts, _Use.PRINTED if use is _Use.PRINTED else _Use.OTHER)
+        return all_verbatim(parts, _Use.PRINTED if use is _Use.PRINTED else _Use.OTHER)
     if isinstance(node, nodes.Filter) and use is _Use.PRINTED and node.name == "trim" and not node.args:
-        return not node.kwargs and each([node.node], use)
+        return not node.kwargs and all_verbatim([node.node], use)
     if isinstance(node, nodes.Test) and node.name in _TYPE_TESTS and not node.args:
-        return each([node.node], _Use.TESTED)
-    return isinstance(node, _UNDERSTOOD) and each(list(node.iter_child_nodes()), _Use.OTHER)
+        return all_verbatim([node.node], _Use.TESTED)
+    return isinstance(node, _UNDERSTOOD) and all_verbatim(list(node.iter_child_nodes()), _Use.OTHER)
 
 
 def _is_verbatim_loop(node: nodes.For, message: str, bound: frozenset[str]) -> bool:
@@ -255,7 +259,7 @@ class ChatTemplate:
             around = self._around.get(role) if isinstance(role, str) and len(message) == 2 else None
             if around is None or not text or not isinstance(text, str):
                 return None
-            parts += (around.before, text.strip() if around.is_trimmed else text, around.after)
+            parts += (around.prefix, text.strip() if around.is_trimmed else text, around.suffix)
         return "".join(parts)
 
     def _body_of(self, message: Message) -> str:
@@ -296,10 +300,10 @@ class ChatTemplate:
         if isinstance(content, str):
             final[field] = content + _TAG
             return [*chat[:-1], final], content
-        for part in reversed(content):
-            if "text" in part:
-                text: str = part["text"]
-                part["text"] = text + _TAG
+        for content_part in reversed(content):
+            if "text" in content_part:
+                text: str = content_part["text"]
+                content_part["text"] = text + _TAG
                 return [*chat[:-1], final], text
         raise Inexact(TokensReason.TEMPLATE_REFUSED)
 

@@ -106,16 +106,18 @@ def _content_parameters(
 ) -> set[str]:
     """The parameters of `macro` that get a message's content in any call in the template."""
     names = [argument.name for argument in macro.args]
-    found: set[str] = set()
+    content_parameters: set[str] = set()
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            found.update(name for name, value in zip(names, call.args, strict=False) if is_content(value))
-            found.update(
+            content_parameters.update(
+                name for name, value in zip(names, call.args, strict=False) if is_content(value)
+            )
+            content_parameters.update(
                 keyword.key
                 for keyword in call.kwargs
                 if isinstance(keyword, nodes.Keyword) and keyword.key in names and is_content(keyword.value)
             )
-    return found
+    return content_parameters
 
 
 _MESSAGES: Final = "messages"
@@ -206,9 +208,9 @@ def _outer_names(node: nodes.Node) -> Iterator[nodes.Name]:
     if isinstance(node, nodes.Name):
         yield node
     if isinstance(node, nodes.For) and not _is_message_loop(node):
-        for part in (node.iter, node.test, *node.else_):
-            if part is not None:
-                yield from _outer_names(part)
+        for inner in (node.iter, node.test, *node.else_):
+            if inner is not None:
+                yield from _outer_names(inner)
         return
     for child in node.iter_child_nodes():
         yield from _outer_names(child)
@@ -220,7 +222,7 @@ _LEAST_WORD: Final = 3
 
 def words_of(template: nodes.Template) -> tuple[str, ...]:
     """Texts that the template may look for in contents: operands of `in`, arguments of calls."""
-    found: dict[str, None] = {}
+    words: dict[str, None] = {}
     for node in template.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
         operands: list[nodes.Node] = []
         if isinstance(node, nodes.Compare):
@@ -233,8 +235,8 @@ def words_of(template: nodes.Template) -> tuple[str, ...]:
         for operand in operands:
             value = _constant(operand)
             if isinstance(value, str) and len(value) >= _LEAST_WORD:
-                found[value] = None
-    return tuple(found)
+                words[value] = None
+    return tuple(words)
 
 
 def _constant(node: nodes.Node) -> object:

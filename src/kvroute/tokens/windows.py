@@ -50,14 +50,14 @@ Kind: TypeAlias = tuple[Any, ...]
 class Window(Struct, frozen=True, eq=False, gc=False):
     """The rendered part of a chat."""
 
-    first: Messages
+    head: Messages
     """The messages before the middle that is left out; none if nothing is left out."""
     recent: Messages
     """The messages after it."""
-    before: str
+    prefix_text: str
     """The rendered text whose ids are known, without the middle's."""
     text: str
-    """The rest of the rendered text. It begins with a special token if `before` is not empty."""
+    """The rest of the rendered text. It begins with a special token if `prefix_text` is not empty."""
     traits: frozenset[str] = frozenset()
     """`traits_of` all messages of the chat."""
 
@@ -66,13 +66,13 @@ class Window(Struct, frozen=True, eq=False, gc=False):
     @property
     def is_whole(self) -> bool:
         """Whether no message is left out."""
-        return not self.first
+        return not self.head
 
     @property
     def size(self) -> int:
         """Estimated memory, in bytes."""
-        text = len(self.before) + len(self.text)
-        return _OVERHEAD_BYTES * (1 + len(self.first) + len(self.recent)) + (1 + _MESSAGE_FACTOR) * text
+        text = len(self.prefix_text) + len(self.text)
+        return _OVERHEAD_BYTES * (1 + len(self.head) + len(self.recent)) + (1 + _MESSAGE_FACTOR) * text
 
 
 class Turn(Struct, frozen=True, eq=False):
@@ -81,7 +81,7 @@ class Turn(Struct, frozen=True, eq=False):
     window: Window
     prefix: PrefixIds
     """The ids of the text before `window.text`."""
-    rest: TokenIds
+    suffix: TokenIds
     """The ids of `window.text`."""
     kind: Kind | None
     """What must be proved for these ids; None if they are exact anyway."""
@@ -146,35 +146,37 @@ class Windows:
         window, count = smaller or (window, 0)
         return Turn(window, PrefixIds().extended(joined(parts[:count])), joined(parts[count:]), None)
 
-    def next_turn(self, chat: Chat, known: Window, prefix: PrefixIds) -> Turn | None:
+    def next_turn(self, chat: Chat, cached: Window, prefix: PrefixIds) -> Turn | None:
         """The chat with the messages of `chat` added; None if the known text has changed. Raises Inexact."""
         new = tuple(chat.messages)
-        if not known.is_whole and self.proofs.has_failed:
+        if not cached.is_whole and self.proofs.has_failed:
             return None
-        recent = known.recent + new
+        recent = cached.recent + new
         try:
-            rendered = self._rendered(chat, known.first + recent)
+            rendered = self._rendered(chat, cached.head + recent)
         except Inexact:
-            if known.is_whole:
+            if cached.is_whole:
                 raise
             return None  # the template may miss the messages that were left out
-        if not rendered.startswith(known.before):
+        if not rendered.startswith(cached.prefix_text):
             return None
-        text = rendered[len(known.before) :]
-        if known.before and not self._cutter.cuts_at(text, 0):
+        text = rendered[len(cached.prefix_text) :]
+        if cached.prefix_text and not self._cutter.cuts_at(text, 0):
             return None
         segments = self._cutter.segments(text)
         parts = self._encode(segments)
         traits = traits_of(new, self._template.words)
-        kind = None if known.is_whole else self._kind(chat, known, new, traits)
+        kind = None if cached.is_whole else self._kind(chat, cached, new, traits)
         # The next turn will keep at least what this one has kept.
-        same, place, count = _common_prefix(known.text, text), 0, 0
-        while count < len(segments) and place + len(segments[count]) <= same:
-            place += len(segments[count])
+        same, offset, count = _common_prefix(cached.text, text), 0, 0
+        while count < len(segments) and offset + len(segments[count]) <= same:
+            offset += len(segments[count])
             count += 1
-        if count == len(segments) or not self._cutter.cuts_at(text, place):
-            place = count = 0
-        window = Window(known.first, recent, known.before + text[:place], text[place:], known.traits | traits)
+        if count == len(segments) or not self._cutter.cuts_at(text, offset):
+            offset = count = 0
+        window = Window(
+            cached.head, recent, cached.prefix_text + text[:offset], text[offset:], cached.traits | traits
+        )
         smaller = self._smaller(chat, window, segments[count:])
         if smaller is not None:
             window, fewer = smaller
@@ -190,98 +192,100 @@ class Windows:
 
         None if it needs none, or cannot have fewer. `segments` are those of `window.text`.
         """
-        messages = window.first + window.recent
+        messages = window.head + window.recent
         if len(messages) <= MOST_MESSAGES or self.proofs.has_failed:
             return None
-        first = len(window.first) or _after_first_question(messages)
-        start = _window_start(messages, first, may_split_loop="reasoning" not in window.traits)
+        head_count = len(window.head) or _after_first_question(messages)
+        start = _window_start(messages, head_count, may_split_loop="reasoning" not in window.traits)
         if start is None:
             return None
-        kept = messages[:first] + messages[start:]
+        kept = messages[:head_count] + messages[start:]
         try:
             rendered = self._rendered(chat, kept)
         except Inexact:
             return None
         same = _common_suffix(window.text, rendered)
-        place = count = 0
-        while len(window.text) - place > same or (not window.before and not place):
+        offset = count = 0
+        while len(window.text) - offset > same or (not window.prefix_text and not offset):
             if count == len(segments):
                 return None
-            place += len(segments[count])
+            offset += len(segments[count])
             count += 1
-        if not self._cutter.cuts_at(window.text, place):
+        if not self._cutter.cuts_at(window.text, offset):
             return None
-        text = window.text[place:]
-        before = rendered[: len(rendered) - len(text)]
-        return Window(messages[:first], messages[start:], before, text, window.traits), count
+        text = window.text[offset:]
+        prefix_text = rendered[: len(rendered) - len(text)]
+        return Window(messages[:head_count], messages[start:], prefix_text, text, window.traits), count
 
-    def _kind(self, chat: Chat, known: Window, new: Messages, traits: frozenset[str]) -> Kind:
+    def _kind(self, chat: Chat, cached: Window, new: Messages, traits: frozenset[str]) -> Kind:
         roles = tuple(message.get("role") for message in new[:8])
         options = msgspec.json.encode(chat.kwargs)
         return (
             roles,
             len(new) > len(roles),
             traits,
-            known.traits,
+            cached.traits,
             options,
             chat.tools is None,
-            _is_loop(known),
+            _is_loop(cached),
         )
 
 
 def traits_of(messages: Sequence[Any], words: Sequence[str]) -> frozenset[str]:
     """What the messages have that a template may look at. `words` are texts that the template looks for."""
-    found: set[str] = set()
+    traits: set[str] = set()
     for message in messages:
         role = str(message.get("role"))
-        found.update(f"{role}.{name}" for name in message)
+        traits.update(f"{role}.{name}" for name in message)
         content = message.get("content")
-        found.add(f"{role}.{type(content).__name__}")
+        traits.add(f"{role}.{type(content).__name__}")
         if message.get("reasoning") or message.get("reasoning_content"):
-            found.add("reasoning")
+            traits.add("reasoning")
         if message.get("tool_calls"):
-            found.add("calls")
+            traits.add("calls")
         texts = (
             [content]
             if isinstance(content, str)
             else [msgspec.json.encode(content).decode("utf-8", "replace")]
         )
-        found.update(word for word in words for text in texts if word in text)
-        if any("think" in word.lower() for word in words if word in found):
-            found.add("reasoning")
-    return frozenset(found)
+        traits.update(word for word in words for text in texts if word in text)
+        if any("think" in word.lower() for word in words if word in traits):
+            traits.add("reasoning")
+    return frozenset(traits)
 
 
-def _is_loop(known: Window) -> bool:
+def _is_loop(window: Window) -> bool:
     """Whether the window has no question of its own."""
-    return all(message.get("role") != "user" for message in known.recent)
+    return all(message.get("role") != "user" for message in window.recent)
 
 
 def _after_first_question(messages: Messages) -> int:
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.get("role") == "user":
-            return place + 1
+            return index + 1
     return len(messages)
 
 
-def _window_start(messages: Messages, first: int, *, may_split_loop: bool) -> int | None:
+def _window_start(messages: Messages, head_count: int, *, may_split_loop: bool) -> int | None:
     """Where the window begins: at an answer, so that questions and answers still alternate. None: nowhere.
 
     The window has the last two questions with what led to them, because a template may render the last
     question otherwise than the others, and drops reasoning from the answers before it. Within a long loop
     of tool calls after the last question it has the last few messages.
     """
-    questions = [place for place, message in enumerate(messages) if message.get("role") == "user"]
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    found = None
+    questions = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    start = None
     if len(questions) > 2:
-        found = max((place for place in answers if first < place < questions[-2]), default=None)
-    if (found is None or len(messages) - found > MOST_MESSAGES // 2 + 2) and may_split_loop:
+        start = max((index for index in answers if head_count < index < questions[-2]), default=None)
+    if (start is None or len(messages) - start > MOST_MESSAGES // 2 + 2) and may_split_loop:
         latest = len(messages) - _LAST_MESSAGES
         last_question = questions[-1] if questions else 0
-        loop = max((place for place in answers if max(first, last_question) < place <= latest), default=None)
-        found = loop if loop is not None else found
-    return found
+        loop = max(
+            (index for index in answers if max(head_count, last_question) < index <= latest), default=None
+        )
+        start = loop if loop is not None else start
+    return start
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -139,13 +139,15 @@ def parse_address(url: str, *, schemes: tuple[str, ...], default_port: int) -> A
 
     Raises ValueError. Its text says what is wrong and contains no credentials.
     """
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, remainder = url.partition("://")
     if not separator:
         # HyperPod's announcement writes `redis:HOST:PORT`.
-        scheme, _, rest = url.partition(":") if url.partition(":")[0] in schemes else (schemes[0], "", url)
+        scheme, _, remainder = (
+            url.partition(":") if url.partition(":")[0] in schemes else (schemes[0], "", url)
+        )
     if scheme not in schemes:
         raise ValueError(f"expected {schemes[0]}://HOST:PORT, got the scheme {masked(scheme)!r}")
-    parts = urlsplit(f"{scheme}://{rest}")
+    parts = urlsplit(f"{scheme}://{remainder}")
     try:
         port = parts.port or default_port
     except ValueError:

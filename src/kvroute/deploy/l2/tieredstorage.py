@@ -46,8 +46,8 @@ class TieredStorage:
         host = NODE_IP if location.on_hyperpod else location.host
         port = location.port or PORT
         # Two daemons on one host must not share a segment.
-        own = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
-        memory = HYPERPOD_MEMORY if location.on_hyperpod else own
+        default_memory = TIERD_MEMORY if port == PORT else f"{TIERD_MEMORY}_{port}"
+        memory = HYPERPOD_MEMORY if location.on_hyperpod else default_memory
         url = f"sagemaker-hyperpod://{host}:{port}"
         return L2Tier(
             adapter={

@@ -216,11 +216,13 @@ def _gateway(plan: EndpointPlan, site: DeploymentSite, profile: str) -> Service:
 
 def _assignments(plan: EndpointPlan, config: dict[str, Any]) -> list[tuple[str, str]]:
     """The configuration as option paths and values, without the options that flags and environment set."""
-    rest = {key: value for key, value in config.items() if key not in ("server", "fleet", "routing")}
-    rest["server"] = {key: value for key, value in config["server"].items() if key not in ("host", "port")}
-    rest["routing"] = {key: value for key, value in config["routing"].items() if key != "strategy"}
-    rest["fleet"] = {key: value for key, value in config["fleet"].items() if key != "workers"}
-    return [(path, value) for key, inner in sorted(rest.items()) for path, value in _flat(key, inner)]
+    sections = {key: value for key, value in config.items() if key not in ("server", "fleet", "routing")}
+    sections["server"] = {
+        key: value for key, value in config["server"].items() if key not in ("host", "port")
+    }
+    sections["routing"] = {key: value for key, value in config["routing"].items() if key != "strategy"}
+    sections["fleet"] = {key: value for key, value in config["fleet"].items() if key != "workers"}
+    return [(path, value) for key, inner in sorted(sections.items()) for path, value in _flat(key, inner)]
 
 
 def _flat(path: str, value: Any) -> list[tuple[str, str]]:
@@ -375,7 +377,9 @@ def _lmcache(
     if mounts:
         service["volumes"] = mounts
     if site.tier is not None and site.tier.services:
-        service["depends_on"] = {each.name: {"condition": "service_healthy"} for each in site.tier.services}
+        service["depends_on"] = {
+            dependency.name: {"condition": "service_healthy"} for dependency in site.tier.services
+        }
     if plan.gpus:
         service["deploy"] = _reservation(
             [device for worker in site.workers_of_server(number) for device in _devices(plan, worker)]
@@ -400,8 +404,8 @@ def _tier_service(service: ServiceSpec) -> Service:
         },
     }
     if "--maxmemory" in command:
-        place = command.index("--maxmemory") + 1
-        result["command"][place] = f"${{{identifier(service.name)}_MAXMEMORY:-{command[place]}}}"
+        index = command.index("--maxmemory") + 1
+        result["command"][index] = f"${{{identifier(service.name)}_MAXMEMORY:-{command[index]}}}"
     if service.shares_memory:
         result["ipc"] = "host"
         # At its start it reserves memory, and waits until the leases of a killed daemon have ended.

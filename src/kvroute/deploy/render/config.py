@@ -47,8 +47,8 @@ def gateway_config(
     if limits is not None and limits.max_concurrent_requests is not None:
         config["upstream"] = {"max_connections": limits.max_concurrent_requests}
         if limits.max_queue_size is not None:
-            each = limits.max_concurrent_requests + limits.max_queue_size
-            server["max_in_flight"] = each * max(1, len(site.workers))
+            per_worker = limits.max_concurrent_requests + limits.max_queue_size
+            server["max_in_flight"] = per_worker * max(1, len(site.workers))
     if needs_of(plan.strategy) is not Needs.NOTHING and routing.session_keys:
         config["routing"]["session"] = {"keys": list(routing.session_keys)}
     if secrets:
@@ -85,8 +85,8 @@ def admin_key_secret(plan: EndpointPlan) -> SecretKey | None:
     gateway = plan.extension.gateway
     if gateway.admin_key_secret is not None:
         return gateway.admin_key_secret
-    own = (gateway.settings or {}).get("admin") or {}
-    if own.get("api_key") or own.get("api_key_file"):
+    admin = (gateway.settings or {}).get("admin") or {}
+    if admin.get("api_key") or admin.get("api_key_file"):
         return None
     return SecretKey(name=f"{plan.name}-gateway-admin", key=ADMIN_KEY)
 
@@ -127,7 +127,7 @@ SECRET_OPTIONS: Final = (
 
 def without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The configuration with files below SECRETS in place of its secrets, and the content of these files."""
-    public, found = copy.deepcopy(dict(config)), dict[str, str]()
+    public, secret_files = copy.deepcopy(dict(config)), dict[str, str]()
     for *above, last in SECRET_OPTIONS:
         node: Any = public
         for key in above:
@@ -138,8 +138,8 @@ def without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         file = "-".join([*above, last]).replace("_", "-")
         del node[last]
         node[f"{last}_file"] = f"{SECRETS}/{file}"
-        found[file] = "\n".join(value) if isinstance(value, list) else str(value)
-    return public, found
+        secret_files[file] = "\n".join(value) if isinstance(value, list) else str(value)
+    return public, secret_files
 
 
 def config_text(config: Mapping[str, Any]) -> str:

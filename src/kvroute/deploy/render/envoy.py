@@ -182,13 +182,13 @@ def _route(site: EnvoySite) -> dict[str, Any]:
     }
 
 
-def _ext_proc(part: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _ext_proc(filter_name: str, settings: dict[str, Any]) -> dict[str, Any]:
     service = {
         "envoy_grpc": {"cluster_name": _PICKERS},
-        "initial_metadata": [{"key": "x-kvroute-part", "value": part}],
+        "initial_metadata": [{"key": "x-kvroute-part", "value": filter_name}],
     }
     return _typed(
-        f"kvroute.{part}",
+        f"kvroute.{filter_name}",
         "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         {"grpc_service": service, "message_timeout": "60s", **settings},
     )
@@ -221,7 +221,7 @@ def _worker_cluster(workers: Sequence[Address]) -> dict[str, Any]:
 def _picker_cluster(pickers: Sequence[Address]) -> dict[str, Any]:
     service = "envoy.service.ext_proc.v3.ExternalProcessor"
     return {
-        **_cluster(_PICKERS, [[each] for each in pickers]),
+        **_cluster(_PICKERS, [[picker] for picker in pickers]),
         # Without this Envoy uses dead pickers when all of them are dead ("panic"), and no request passes.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "health_checks": [
@@ -261,7 +261,7 @@ def _cluster(name: str, priorities: Sequence[Sequence[Address]]) -> dict[str, An
             "endpoints": [
                 {
                     "priority": priority,
-                    "lb_endpoints": [{"endpoint": {"address": _socket(each)}} for each in addresses],
+                    "lb_endpoints": [{"endpoint": {"address": _socket(address)}} for address in addresses],
                 }
                 for priority, addresses in enumerate(priorities)
             ],
@@ -317,12 +317,12 @@ def render_envoy(plan: EndpointPlan) -> dict[str, str]:
             for number, (port, http) in enumerate(PICKER_PORTS)
         ),
     ]
-    (first, http), *_ = PICKER_PORTS
-    own = merged(config, {"server": {"port": first}, "epp": {"http_port": http}})
+    (grpc_port, http), *_ = PICKER_PORTS
+    picker_config = merged(config, {"server": {"port": grpc_port}, "epp": {"http_port": http}})
     head = f"# envoy -c envoy.yaml: the door of {plan.name}; kvroute.yaml has the pickers.\n"
     return {
         "envoy.yaml": head + envoy_text(envoy_config(door)),
-        "kvroute.yaml": "\n".join(lines) + "\n" + config_text(own),
+        "kvroute.yaml": "\n".join(lines) + "\n" + config_text(picker_config),
     }
 
 
@@ -371,7 +371,7 @@ class GatewayRef(NamedTuple):
 def gateway_ref(text: str) -> GatewayRef:
     """Read `[NAMESPACE/]NAME`. Raises ValueError."""
     *namespace, name = text.split("/")
-    if len(namespace) > 1 or not all(_NAME.fullmatch(each) for each in (*namespace, name)):
+    if len(namespace) > 1 or not all(_NAME.fullmatch(segment) for segment in (*namespace, name)):
         raise ValueError(f"{text!r} is not [NAMESPACE/]NAME")
     return GatewayRef(name, namespace[0] if namespace else None)
 
@@ -418,21 +418,21 @@ def picker_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tup
 
 def _port_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tuple[Path, FieldVerdict, str]]:
     """Yield the ports that two listeners of one host or one pod would have."""
-    own: Path = ("x-kvroute", "gateway", "port")
+    path: Path = ("x-kvroute", "gateway", "port")
     port = _setting(plan, "server", "port")
     if port is None:
         port = plan.extension.gateway.port
     else:
-        own = (*_SETTINGS, "server", "port")
+        path = (*_SETTINGS, "server", "port")
     if door is not None:
         http = _setting(plan, "epp", "http_port")
         if http is not None:
-            own, port = (*_SETTINGS, "epp", "http_port"), http
+            path, port = (*_SETTINGS, "epp", "http_port"), http
         reports = report_ports(plan, kubernetes_site(plan, 1))
         taken = {GRPC_PORT: "gRPC"} | {number: name for name, number in reports.items()}
         if port in taken:
             yield (
-                own,
+                path,
                 FieldVerdict.WRONG,
                 f"{port} is the pickers' port for {taken[port]}: choose another one",
             )
@@ -441,7 +441,7 @@ def _port_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tupl
         (*chain(*PICKER_PORTS), ADMIN_PORT), "a port of the pickers or of Envoy's admin page"
     )
     if port in taken:
-        yield own, FieldVerdict.WRONG, f"{port} is {taken[port]} on the same host: choose another one"
+        yield path, FieldVerdict.WRONG, f"{port} is {taken[port]} on the same host: choose another one"
     for worker in local_site(plan).workers:
         if worker.port in taken:
             field: Path = ("spec", "worker", "modelInvocationPort", "containerPort")
@@ -452,10 +452,10 @@ def _port_findings(plan: EndpointPlan, door: GatewayRef | None) -> Iterator[tupl
 
 def _setting(plan: EndpointPlan, *path: str) -> Any:
     """A value of `x-kvroute.gateway.settings`; None without it."""
-    found: Any = plan.extension.gateway.settings
+    setting: Any = plan.extension.gateway.settings
     for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        setting = setting.get(key) if isinstance(setting, dict) else None
+    return setting
 
 
 def shares_own_redis(plan: EndpointPlan) -> bool:
@@ -468,20 +468,20 @@ def pickers_config(plan: EndpointPlan, config: dict[str, Any]) -> dict[str, Any]
     """The configuration of pickers in a cluster, from that of a gateway. The gateway's port is theirs for
     HTTP."""
     epp, pods = config.get("epp", {}), config["fleet"]["kubernetes"]
-    own: dict[str, Any] = {
+    picker_options: dict[str, Any] = {
         "server": {"port": GRPC_PORT},
         "epp": {"http_port": epp.get("http_port", config["server"]["port"])},
     }
     if shares_own_redis(plan):
-        own["sharing"] = {
+        picker_options["sharing"] = {
             "url": f"redis://{plan.name}-{SHARING}:{SHARING_PORT}",
             "password_file": f"{SECRETS}/{SHARING_PASSWORD}",
             "key_file": f"{SECRETS}/{SHARING_KEY}",
             "fleet": plan.name,
         }
-    found = {key: value for key, value in pods.items() if key not in ("selector", "port")}
-    fleet = config["fleet"] | {"kubernetes": found | {"pool": plan.name}}
-    return merged(config, own) | {"fleet": fleet}
+    discovery = {key: value for key, value in pods.items() if key not in ("selector", "port")}
+    fleet = config["fleet"] | {"kubernetes": discovery | {"pool": plan.name}}
+    return merged(config, picker_options) | {"fleet": fleet}
 
 
 def route_manifests(plan: EndpointPlan, config: dict[str, Any], door: GatewayRef) -> list[Manifest]:

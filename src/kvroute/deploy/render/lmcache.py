@@ -165,8 +165,8 @@ def render_lmcache(plan: EndpointPlan) -> dict[str, str]:
     """Files for starting LMCache manually on one host."""
     cache, site = plan.cache, local_site(plan)
     if cache is None:
-        why = "the workers are simulated" if plan.is_simulated else "no cache tier is on"
-        return {"lmcache.yaml": f"# LMCache does not run: {why}.\n{{}}\n"}
+        reason = "the workers are simulated" if plan.is_simulated else "no cache tier is on"
+        return {"lmcache.yaml": f"# LMCache does not run: {reason}.\n{{}}\n"}
     environment = worker_environment(plan, site.workers[0], site) if site.workers else {}
     files = {"lmcache.env": _lines(environment)}
     if cache.classic:

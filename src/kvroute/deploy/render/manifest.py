@@ -61,10 +61,10 @@ def selector(plan: EndpointPlan, component: str) -> dict[str, str]:
 
 
 def labels(plan: EndpointPlan, component: str) -> dict[str, str]:
-    own = {"app.kubernetes.io/name": "kvroute", "app.kubernetes.io/managed-by": "kvroute"}
+    common = {"app.kubernetes.io/name": "kvroute", "app.kubernetes.io/managed-by": "kvroute"}
     if plan.spec.model_version is not None:
-        own["app.kubernetes.io/version"] = plan.spec.model_version
-    return plan.labels | own | selector(plan, component)
+        common["app.kubernetes.io/version"] = plan.spec.model_version
+    return plan.labels | common | selector(plan, component)
 
 
 def worker_labels(plan: EndpointPlan) -> dict[str, str]:
@@ -119,8 +119,10 @@ def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
 
     They are the user's, a rule for the instance types on HyperPod, and the labels of nodes with GPUs.
     """
-    own = plan.spec.node_affinity
-    rules: dict[str, Any] = own.model_dump(by_alias=True, exclude_none=True) if own is not None else {}
+    user_affinity = plan.spec.node_affinity
+    rules: dict[str, Any] = (
+        user_affinity.model_dump(by_alias=True, exclude_none=True) if user_affinity is not None else {}
+    )
     wanted: list[dict[str, Any]] = []
     if plan.instance_types:
         key, values = INSTANCE_TYPE_LABEL, list(plan.instance_types)
@@ -134,9 +136,9 @@ def node_affinity(plan: EndpointPlan) -> dict[str, Any] | None:
         # Of the terms, one must match.
         rules[key] = {
             "nodeSelectorTerms": [
-                {**term, "matchExpressions": [*term.get("matchExpressions", []), each]}
+                {**term, "matchExpressions": [*term.get("matchExpressions", []), expression]}
                 for term in terms
-                for each in wanted
+                for expression in wanted
             ]
         }
     return {"nodeAffinity": rules} if rules else None
@@ -168,8 +170,8 @@ def pod_template(
     plan: EndpointPlan, component: str, pod: dict[str, Any], *, on_worker_nodes: bool
 ) -> dict[str, Any]:
     """The template of a component's pods with the user's overlay."""
-    own = worker_labels(plan) if component == WORKER else labels(plan, component)
-    template = {"metadata": {"labels": own}, "spec": pod}
+    pod_labels = worker_labels(plan) if component == WORKER else labels(plan, component)
+    template = {"metadata": {"labels": pod_labels}, "spec": pod}
     settings = plan.extension.kubernetes
     overlay = settings.pod_template if on_worker_nodes else settings.service_pod_template
     return with_overlay(template, overlay, is_main=component in (WORKER, GATEWAY))
@@ -524,18 +526,21 @@ def with_earlier_keys(text: str, earlier: str) -> str:
     """
     comments = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
     try:
-        known = {each["metadata"]["name"]: each for each in yaml.safe_load_all(earlier)}
-        keys = {name: dict(each["stringData"]) for name, each in known.items()}
+        earlier_secrets = {secret["metadata"]["name"]: secret for secret in yaml.safe_load_all(earlier)}
+        keys = {name: dict(secret["stringData"]) for name, secret in earlier_secrets.items()}
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
-        known, keys = {}, {}
-    if not known:
+        earlier_secrets, keys = {}, {}
+    if not earlier_secrets:
         raise ValueError("it is not a Secret with stringData")
     made = list(yaml.safe_load_all(text))
-    names = {each["metadata"]["name"] for each in made}
+    names = {secret["metadata"]["name"] for secret in made}
     merged = [
-        each | {"stringData": each["stringData"] | keys.get(each["metadata"]["name"], {})} for each in made
+        secret | {"stringData": secret["stringData"] | keys.get(secret["metadata"]["name"], {})}
+        for secret in made
     ]
-    return comments + as_yaml(merged + [each for name, each in known.items() if name not in names])
+    return comments + as_yaml(
+        merged + [secret for name, secret in earlier_secrets.items() if name not in names]
+    )
 
 
 def as_yaml(objects: list[Manifest]) -> str:

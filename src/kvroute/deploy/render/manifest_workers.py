@@ -56,8 +56,8 @@ def worker_manifests(plan: EndpointPlan, site: DeploymentSite) -> Iterator[Manif
             "ports": ports,
         },
     )
-    for own in plan.by_role:
-        yield _workload(own, site, name)
+    for role_plan in plan.by_role:
+        yield _workload(role_plan, site, name)
     yield disruption_budget(plan, WORKER)
 
 
@@ -93,7 +93,7 @@ def _workload(plan: EndpointPlan, site: DeploymentSite, name: str) -> Manifest:
     )
 
 
-def _first(plan: EndpointPlan, site: DeploymentSite) -> WorkerSite:
+def _first_worker(plan: EndpointPlan, site: DeploymentSite) -> WorkerSite:
     """The first worker that the plan is for. All workers of a workload have one template."""
     role = plan.group.role if plan.group is not None else None
     return next(worker for worker in site.workers if worker.role == role)
@@ -116,16 +116,16 @@ def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
     host_ipc = needs_host_ipc(plan)
     if host_ipc:
         pod["hostIPC"] = True
-    before = list(extra.get("initContainers", []))
+    init_containers = list(extra.get("initContainers", []))
     volumes = [*extra.get("volumes", []), *_volumes(plan, host_ipc)]
     if plan.cache is not None and has_sidecar(plan):
         # As a sidecar, the server starts before the engine, which waits for it, and ends after the engine.
-        before.append(lmcache_container(plan, plan.cache, site) | {"restartPolicy": "Always"})
+        init_containers.append(lmcache_container(plan, plan.cache, site) | {"restartPolicy": "Always"})
         volumes += tier_volumes(plan, site)
     elif plan.cache is not None and plan.cache.classic:
         volumes += tier_volumes(plan, site)
-    if before:
-        pod["initContainers"] = before
+    if init_containers:
+        pod["initContainers"] = init_containers
     pod["containers"] = [_container(plan, site, host_ipc)]
     if volumes:
         pod["volumes"] = volumes
@@ -133,7 +133,7 @@ def _pod(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:
 
 
 def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict[str, Any]:
-    worker = _first(plan, site)
+    worker = _first_worker(plan, site)
     argv = worker_argv(plan, worker, site)
     if plan.is_simulated:
         command, args = None, list(argv[1:])
@@ -166,14 +166,14 @@ def _container(plan: EndpointPlan, site: DeploymentSite, host_ipc: bool) -> dict
 
 
 def _environment(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any]]:
-    worker = _first(plan, site)
+    worker = _first_worker(plan, site)
     values = container_environment(plan, worker, site)
     if "LMCACHE_LMCACHE_INSTANCE_ID" in values:
         values["LMCACHE_LMCACHE_INSTANCE_ID"] = "$(POD_NAME)"
     by_reference = [
-        each.model_dump(by_alias=True, exclude_none=True)
-        for each in plan.environment
-        if each.value_from is not None
+        variable.model_dump(by_alias=True, exclude_none=True)
+        for variable in plan.environment
+        if variable.value_from is not None
     ]
     hub = plan.model.hub
     if hub is not None and hub.token_secret_ref is not None:
@@ -184,7 +184,7 @@ def _environment(plan: EndpointPlan, site: DeploymentSite) -> list[dict[str, Any
 
 def _probes(plan: EndpointPlan) -> dict[str, Any]:
     """The user's probes, and default probes for those that the user does not set."""
-    own = plan.worker.probes
+    user_probes = plan.worker.probes
     answer = http_get("/health", plan.port_name)
     patience = math.ceil(plan.spec.max_deploy_time_in_seconds / STARTUP_PERIOD_S)
     ours = {
@@ -193,11 +193,11 @@ def _probes(plan: EndpointPlan) -> dict[str, Any]:
         "readinessProbe": answer | {"periodSeconds": 5, "timeoutSeconds": 5},
     }
     given: dict[str, Probe | None] = {}
-    if own is not None:
+    if user_probes is not None:
         given = {
-            "startupProbe": own.startup_probe,
-            "livenessProbe": own.liveness_probe,
-            "readinessProbe": own.readiness_probe,
+            "startupProbe": user_probes.startup_probe,
+            "livenessProbe": user_probes.liveness_probe,
+            "readinessProbe": user_probes.readiness_probe,
         }
     for name, probe in given.items():
         if probe is not None:
@@ -208,18 +208,20 @@ def _probes(plan: EndpointPlan) -> dict[str, Any]:
 def _resources(plan: EndpointPlan) -> dict[str, Any]:
     resources: dict[str, Any] = plan.resources.model_dump(by_alias=True, exclude_none=True)
     if any(
-        name.startswith(GPU_PARTITION) for part in ("requests", "limits") for name in resources.get(part, {})
+        name.startswith(GPU_PARTITION)
+        for section in ("requests", "limits")
+        for name in resources.get(section, {})
     ):
         # A node whose GPUs are divided has partitions, and no whole GPU.
         return resources
     if plan.gpus:
-        for part in ("requests", "limits"):
-            if part == "limits" or GPU in resources.get(part, {}):
-                resources[part] = {**resources.get(part, {}), GPU: str(plan.gpus)}
+        for section in ("requests", "limits"):
+            if section == "limits" or GPU in resources.get(section, {}):
+                resources[section] = {**resources.get(section, {}), GPU: str(plan.gpus)}
     else:
-        for part in ("requests", "limits"):
-            if part in resources:
-                resources[part] = {key: value for key, value in resources[part].items() if key != GPU}
+        for section in ("requests", "limits"):
+            if section in resources:
+                resources[section] = {key: value for key, value in resources[section].items() if key != GPU}
     return resources
 
 

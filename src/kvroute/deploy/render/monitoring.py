@@ -490,7 +490,7 @@ def dashboard_json(dashboard: Dashboard, *, indent: int | None = 1) -> str:
 
 def _panel(number: int, panel: Panel) -> dict[str, Any]:
     optional = sorted({query.needs for query in panel.queries if query.needs})
-    notes = [panel.text, *(f"Empty without: {why}." for why in optional if why != _NO_FAILURE)]
+    notes = [panel.text, *(f"Empty without: {reason}." for reason in optional if reason != _NO_FAILURE)]
     return {
         "id": number + 1,
         "type": "timeseries",
@@ -500,8 +500,8 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         "gridPos": {"x": number % 3 * 8, "y": number // 3 * 8, "w": 8, "h": 8},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + place), "expr": query.expr, "legendFormat": query.legend or "__auto"}
-            for place, query in enumerate(panel.queries)
+            {"refId": chr(ord("A") + index), "expr": query.expr, "legendFormat": query.legend or "__auto"}
+            for index, query in enumerate(panel.queries)
         ],
     }
 

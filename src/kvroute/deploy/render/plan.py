@@ -169,7 +169,7 @@ class EndpointPlan:
 
     def of_role(self, role: str | None) -> EndpointPlan:
         """The plan for the workers of one role; the plan itself without a role."""
-        group = next((each for each in self.groups if each.role == role), None)
+        group = next((candidate for candidate in self.groups if candidate.role == role), None)
         if group is None:
             return self
         return replace(
@@ -228,7 +228,7 @@ def plan_endpoint(written: Document) -> EndpointPlan:
     port = worker.model_invocation_port or InvocationPort.model_validate({"containerPort": DEFAULT_PORT})
     resources = worker.resources or Resources()
     environment = tuple(worker.environment_variables or ())
-    seeds = [each.value for each in environment if each.name == SEED and each.value]
+    seeds = [variable.value for variable in environment if variable.name == SEED and variable.value]
     routing = spec.intelligent_routing_spec or IntelligentRouting()
     replicas, instance_types = spec.replicas, list[str]()
     if isinstance(document, InferenceEndpointConfig):
@@ -249,7 +249,9 @@ def plan_endpoint(written: Document) -> EndpointPlan:
         versions=versions_of(document),
         command=command,
         args=tuple(args),
-        environment=tuple(each for each in environment if each.name != SEED or not each.value),
+        environment=tuple(
+            variable for variable in environment if variable.name != SEED or not variable.value
+        ),
         port=port.container_port,
         port_name=port.name,
         resources=resources,
@@ -282,12 +284,12 @@ def _groups(
     )
     groups = []
     for role, stage, its_scaling in stages:
-        own = [*args, *(stage.args or ())]
+        role_args = [*args, *(stage.args or ())]
         reserved = stage.resources or resources
-        gpus = _gpus(extension, reserved, own)
+        gpus = _gpus(extension, reserved, role_args)
         groups.append(
             RoleGroup(
-                role, stage.replicas, tuple(own), reserved, gpus, stage.node_selector or {}, its_scaling
+                role, stage.replicas, tuple(role_args), reserved, gpus, stage.node_selector or {}, its_scaling
             )
         )
     return tuple(groups)
@@ -316,8 +318,8 @@ def _command(worker: WorkerSection | EndpointWorker) -> tuple[tuple[str, ...] | 
 
 def _model_argument(command: tuple[str, ...] | None, args: list[str]) -> str | None:
     """Remove the model from the arguments of `vllm serve`: `--model` or the first one. Returns the model."""
-    first = args.pop(0) if command is None and args and not args[0].startswith("-") else None
-    return _pop_option(args, "--model") or first
+    positional = args.pop(0) if command is None and args and not args[0].startswith("-") else None
+    return _pop_option(args, "--model") or positional
 
 
 def _model(document: WorkerDocument, from_args: str | None) -> Model:
@@ -387,12 +389,12 @@ def _gpus(extension: Extension, resources: Resources, args: list[str]) -> int:
 
 def option_value(args: list[str], *names: str) -> str | None:
     """The value of the last argument among `args` that is one of the options `names`; None without any."""
-    found = None
+    last_value = None
     for number, argument in enumerate(args):
         name, equals, value = argument.partition("=")
         if name in names:
-            found = value if equals else (args[number + 1] if number + 1 < len(args) else None)
-    return found
+            last_value = value if equals else (args[number + 1] if number + 1 < len(args) else None)
+    return last_value
 
 
 def _pop_option(args: list[str], option: str) -> str | None:
@@ -466,7 +468,7 @@ def token_bytes(config: Mapping[str, Any], kv_type: str = "auto") -> int | None:
     else:
         number = NUMBER_BYTES.get(kv_type)
     parts = (layers, kv_heads, size, number)
-    if not all(isinstance(part, int) and part > 0 for part in parts):
+    if not all(isinstance(factor, int) and factor > 0 for factor in parts):
         return None
     return 2 * int(layers or 0) * int(kv_heads or 0) * int(size or 0) * int(number or 0)
 
@@ -487,8 +489,8 @@ _MARGIN_S = 5
 def gateway_stop_s(server: Mapping[str, Any]) -> int:
     """Seconds from SIGTERM to SIGKILL for a gateway with this `server` section in its configuration."""
     names = ("processes", "shutdown_delay_s", "drain_timeout_s")
-    known = {name: server[name] for name in names if name in server}
-    return math.ceil(ServerOptions.model_validate(known).longest_shutdown_s) + _MARGIN_S
+    durations = {name: server[name] for name in names if name in server}
+    return math.ceil(ServerOptions.model_validate(durations).longest_shutdown_s) + _MARGIN_S
 
 
 def engine_drains(plan: EndpointPlan) -> bool:
@@ -503,8 +505,8 @@ def shutdown_arguments(plan: EndpointPlan) -> tuple[str, ...]:
 
 def worker_drain_s(plan: EndpointPlan) -> int:
     """Seconds that a worker's running requests may take to finish."""
-    own = _own_timeout_s(plan)
-    return DRAIN_S if own is None else own
+    timeout_s = _own_timeout_s(plan)
+    return DRAIN_S if timeout_s is None else timeout_s
 
 
 def worker_grace_s(plan: EndpointPlan) -> int:

@@ -171,9 +171,9 @@ def findings_for(
             yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=text)
             continue
         is_applied = finding.verdict is FieldVerdict.APPLIED or finding.text.startswith("applied")
-        why = _why_not(target, document, finding.path) if is_applied and finding.path else ""
-        if why:
-            text = f"has no effect in {target} because {why}"
+        reason = _why_not(target, document, finding.path) if is_applied and finding.path else ""
+        if reason:
+            text = f"has no effect in {target} because {reason}"
             yield dataclasses.replace(finding, verdict=FieldVerdict.NOTED, text=text)
         elif target != KUBERNETES and is_applied and _chooses_hyperpod_daemon(document, finding.path):
             yield dataclasses.replace(finding, verdict=FieldVerdict.APPLIED, text=_TIERD_TEXT)
@@ -235,7 +235,9 @@ def _backend(document: WorkerDocument) -> str:
 
 def _longest_prefix(name: str, names: Iterable[str]) -> str:
     """The longest of `names` that is `name` or a field above it; empty when there is none."""
-    return max((each for each in names if f"{name}.".startswith(f"{each}.")), key=len, default="")
+    return max(
+        (candidate for candidate in names if f"{name}.".startswith(f"{candidate}.")), key=len, default=""
+    )
 
 
 def _is_by_reference(document: WorkerDocument, path: Path) -> bool:
@@ -325,7 +327,9 @@ def followed_tiers(plan: EndpointPlan, site: DeploymentSite) -> list[str]:
         for service in tier.services
         if service.lists_changes
     }
-    return [f"http://{hosts[each.name]}:{each.port}" for each in tier.services if each.name in hosts]
+    return [
+        f"http://{hosts[service.name]}:{service.port}" for service in tier.services if service.name in hosts
+    ]
 
 
 def l2_password(plan: EndpointPlan, site: DeploymentSite) -> bool:
@@ -350,9 +354,9 @@ def event_ports(plan: EndpointPlan) -> dict[str, int]:
     if not plan.has_events:
         return {}
     ranks = range(plan.ranks)
-    first = {"kv-events": EVENTS_PORT, "kv-replay": REPLAY_PORT}
-    more = {f"{name}-{rank}": port + rank for name, port in first.items() for rank in ranks if rank}
-    return first | more
+    rank_zero = {"kv-events": EVENTS_PORT, "kv-replay": REPLAY_PORT}
+    more = {f"{name}-{rank}": port + rank for name, port in rank_zero.items() for rank in ranks if rank}
+    return rank_zero | more
 
 
 def _streams(plan: EndpointPlan, site: DeploymentSite) -> dict[str, Any]:

@@ -61,14 +61,14 @@ def target_findings(
     target: str, document: Document, findings: Sequence[Finding], door: GatewayRef | None
 ) -> list[Finding]:
     """`findings` for a target, and what the target cannot render. See `rendered`."""
-    found = list(findings_for(target, document, findings, shares=door is not None))
+    of_target = list(findings_for(target, document, findings, shares=door is not None))
     if door is None and target != ENVOY:
-        return found
-    lines = {each.path: each.line for each in findings}
-    own = []
+        return of_target
+    lines = {finding.path: finding.line for finding in findings}
+    of_picker = []
     for path, verdict, text in picker_findings(plan_endpoint(document), door):
         above = [path[:length] for length in range(len(path), 0, -1)]
-        line = next((lines[each] for each in above if each in lines), None)
-        own.append(Finding(path, line, verdict, text))
-    replaced = {each.path for each in own if each.path}
-    return [each for each in found if each.path not in replaced] + own
+        line = next((lines[prefix] for prefix in above if prefix in lines), None)
+        of_picker.append(Finding(path, line, verdict, text))
+    replaced = {finding.path for finding in of_picker if finding.path}
+    return [finding for finding in of_target if finding.path not in replaced] + of_picker

@@ -107,12 +107,12 @@ def _placed(plan: EndpointPlan) -> list[tuple[str, str | None, tuple[int, int]]]
     """Each worker's suffix and role, and the range of its GPUs on one host."""
     placed: list[tuple[str, str | None, tuple[int, int]]] = []
     at = 0
-    for own in plan.by_role:
-        role = own.group.role if own.group is not None else None
-        for number in range(own.replicas):
+    for role_plan in plan.by_role:
+        role = role_plan.group.role if role_plan.group is not None else None
+        for number in range(role_plan.replicas):
             name = suffix(number) if role is None else f"{role}-{suffix(number)}"
-            placed.append((name, role, (at, at + own.gpus)))
-            at += own.gpus
+            placed.append((name, role, (at, at + role_plan.gpus)))
+            at += role_plan.gpus
     return placed
 
 
@@ -215,13 +215,13 @@ def kubernetes_site(plan: EndpointPlan, workers: int) -> DeploymentSite:
                 lmcache_host=LOOPBACK if per_worker else f"{plan.name}-lmcache",
                 lmcache_port=LMCACHE_PORT,
                 classic_port=CLASSIC_WORKER_PORT,
-                gpus=tuple(str(each) for each in range(own.gpus)),
-                role=own.group.role if own.group is not None else None,
+                gpus=tuple(str(gpu) for gpu in range(role_plan.gpus)),
+                role=role_plan.group.role if role_plan.group is not None else None,
                 transfer_host="$(POD_IP)",
             )
-            for own in plan.by_role
-            for kind in [own.group.role if own.group is not None else "worker"]
-            for number in range(_largest(own) if own.group is not None else workers)
+            for role_plan in plan.by_role
+            for kind in [role_plan.group.role if role_plan.group is not None else "worker"]
+            for number in range(_largest(role_plan) if role_plan.group is not None else workers)
         ),
         servers=tuple(
             ServerSite(

@@ -40,7 +40,7 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, c
         )
     if not site.is_local:  # a local engine has no image tag, so its version is not known
         extra += shutdown_arguments(plan)
-    own = {
+    user_environment = {
         variable.name: variable.value
         for variable in plan.environment
         if variable.value is not None and variable.value_from is None
@@ -65,7 +65,7 @@ def vllm_spec(plan: EndpointPlan, worker: WorkerSite, site: DeploymentSite, *, c
         else None,
         transfer=transfer,
         extra_args=(*extra, *plan.args),
-        extra_env=own | worker_environment(plan, worker, site),
+        extra_env=user_environment | worker_environment(plan, worker, site),
     )
 
 

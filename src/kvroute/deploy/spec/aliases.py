@@ -125,7 +125,7 @@ def _pairs(value: object) -> object:
 
 
 def _comma_separated(value: object) -> object:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
@@ -157,56 +157,56 @@ def unflattened(source: Source) -> tuple[Source, dict[Path, str]]:
     kind = source.data.get("kind", JUMPSTART_KIND if flat and "model_id" in section else HYPERPOD_KIND)
     aliases = JUMPSTART_ALIASES if kind == JUMPSTART_KIND else ALIASES
     names = aliases | SAME_NAME if flat else {name: aliases[name] for name in aliases if "_" in name}
-    found = {name: names[name] for name in section if name in names}
+    flat_fields = {name: names[name] for name in section if name in names}
     data: dict[str, Any] = {"apiVersion": HYPERPOD_API, "kind": kind} if flat else {**source.data}
-    others = {key: value for key, value in section.items() if key not in found}
+    others = {key: value for key, value in section.items() if key not in flat_fields}
     if flat:
         data |= {key: value for key, value in others.items() if key not in TEMPLATE_FIELDS}
     else:
         data["spec"] = _copy(others)
     lines, origins = dict(source.lines), dict[Path, str]()
-    problems = [_moved(problem, prefix, found) for problem in source.problems]
-    for name, place in found.items():
+    problems = [_moved(problem, prefix, flat_fields) for problem in source.problems]
+    for name, path in flat_fields.items():
         line = source.line_of((*prefix, name))
         convert = CONVERSIONS.get(name)
         value = convert(section[name]) if convert is not None else section[name]
         if value is None:
             continue
-        if not _set_if_absent(data, place, value):
-            problems.append(Problem((*prefix, name), line, f"{dotted(place)} is also given"))
+        if not _set_if_absent(data, path, value):
+            problems.append(Problem((*prefix, name), line, f"{dotted(path)} is also given"))
         elif line is not None:
-            lines[place] = line
-        origins[place] = name
+            lines[path] = line
+        origins[path] = name
     if flat and "metadata_name" not in section and isinstance(section.get("endpoint_name"), str):
         _set_if_absent(data, ("metadata", "name"), section["endpoint_name"])
     return Source(data, lines, tuple(problems)), origins
 
 
-def _moved(problem: Problem, prefix: Path, found: dict[str, Path]) -> Problem:
+def _moved(problem: Problem, prefix: Path, flat_fields: dict[str, Path]) -> Problem:
     """The problem with its field's place in the spec, if the field has a flat name."""
     name, below = problem.path[len(prefix) : len(prefix) + 1], problem.path[len(prefix) + 1 :]
-    is_flat_name = problem.path[: len(prefix)] == prefix and bool(name) and str(name[0]) in found
-    return replace(problem, path=(*found[str(name[0])], *below)) if is_flat_name else problem
+    is_flat_name = problem.path[: len(prefix)] == prefix and bool(name) and str(name[0]) in flat_fields
+    return replace(problem, path=(*flat_fields[str(name[0])], *below)) if is_flat_name else problem
 
 
 def _copy(value: Any) -> Any:
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-def _set_if_absent(data: dict[str, Any], place: Path, value: object) -> bool:
-    """Set the value at `place`. Returns False, without a change, if there is a value already."""
-    for key in place[:-1]:
+def _set_if_absent(data: dict[str, Any], path: Path, value: object) -> bool:
+    """Set the value at `path`. Returns False, without a change, if there is a value already."""
+    for key in path[:-1]:
         inner = data.setdefault(str(key), {})
         if not isinstance(inner, dict):
             return False
         data = inner
-    if str(place[-1]) in data:
+    if str(path[-1]) in data:
         return False
-    data[str(place[-1])] = value
+    data[str(path[-1])] = value
     return True
 
 
-class FieldPlaces:
+class FieldPaths:
     """The places of all fields of one kind of document, by field name."""
 
     def __init__(self, root: Shape) -> None:
@@ -215,13 +215,13 @@ class FieldPlaces:
         for path, _ in walk(root):
             self.by_name[str(path[-1])].append(path)
 
-    def places_for(self, wrong: Path) -> list[Path]:
+    def paths_for(self, wrong: Path) -> list[Path]:
         """Up to three places for the last key of `wrong`: those with the longest common path, then the
         shortest."""
-        places = self.by_name.get(str(wrong[-1]), [])
-        ranked = sorted(places, key=lambda place: (-_shared(place, wrong), len(place)))
-        nearest_places = [place for place in ranked if _shared(place, wrong) == _shared(ranked[0], wrong)]
-        return [place for place in nearest_places if len(place) == len(nearest_places[0])][:3]
+        paths = self.by_name.get(str(wrong[-1]), [])
+        ranked = sorted(paths, key=lambda path: (-_shared(path, wrong), len(path)))
+        nearest = [path for path in ranked if _shared(path, wrong) == _shared(ranked[0], wrong)]
+        return [path for path in nearest if len(path) == len(nearest[0])][:3]
 
     def advice(self, wrong: Path) -> str:
         """The text for a field that is unknown at its place: the right place, or a similar name."""
@@ -230,12 +230,12 @@ class FieldPlaces:
             return f"belongs at {dotted(self._aliases[name])}"
         if name in MOVED:
             return f"is an unknown field: {dotted(MOVED[name])} replaces it"
-        places = self.places_for(wrong)
-        if places:
-            return "belongs under " + " or ".join(dotted(place[:-1]) or "the root" for place in places)
+        paths = self.paths_for(wrong)
+        if paths:
+            return "belongs under " + " or ".join(dotted(path[:-1]) or "the root" for path in paths)
         close = difflib.get_close_matches(name, self.by_name, n=1, cutoff=0.75)
         if close:
-            nearest = self.places_for((*wrong[:-1], close[0]))[0]
+            nearest = self.paths_for((*wrong[:-1], close[0]))[0]
             return f"unknown field; did you mean {dotted(nearest)}?"
         return f"unknown field under {dotted(wrong[:-1]) or 'the root'}: remove it"
 
@@ -243,8 +243,8 @@ class FieldPlaces:
 def _shared(one: Path, other: Path) -> int:
     """The number of common first keys of two paths. Any two list items count as equal."""
     count = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right and not (isinstance(left, int) and isinstance(right, int)):
+    for one_key, other_key in zip(one, other, strict=False):
+        if one_key != other_key and not (isinstance(one_key, int) and isinstance(other_key, int)):
             break
         count += 1
     return count

@@ -184,7 +184,7 @@ def template_problems(template: Object, containers: Sequence[str]) -> Iterator[t
         for key, value in metadata.items():
             if key not in _METADATA:
                 yield ("metadata", key), "is not one of annotations, labels"
-            elif not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value.values()):
+            elif not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
                 yield ("metadata", key), "must be a mapping of texts"
             elif key == "labels":
                 for label in filter(_OWN_LABELS.fullmatch, value):
@@ -217,16 +217,17 @@ def _list_problems(value: object, path: Path) -> Iterator[tuple[Path, str]]:
         yield from _list_problems(inner, here)
 
 
-def _container_problems(spec: Object, known: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    for part in ("containers", "initContainers"):
-        items = spec.get(part)
+def _container_problems(spec: Object, container_names: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    for list_key in ("containers", "initContainers"):
+        items = spec.get(list_key)
         for number, item in enumerate(items if isinstance(items, list) else ()):
             if not isinstance(item, Mapping):
                 continue
             name = item.get("name")
-            if name is not None and name not in known and "image" not in item:
-                text = f"changes no container: there is {', '.join(known)}; a new container needs an image"
-                yield ("spec", part, number), text
+            if name is not None and name not in container_names and "image" not in item:
+                names = ", ".join(container_names)
+                text = f"changes no container: there is {names}; a new container needs an image"
+                yield ("spec", list_key, number), text
 
 
 # --- the merge --------------------------------------------------------------------------------------------
@@ -307,20 +308,20 @@ def with_overlay(template: Object, overlay: Object | None, *, is_main: bool) -> 
         spec = {key: spec[key] for key in _SHARED if key in spec}
         if node is not None:
             spec["affinity"] = {"nodeAffinity": node}
-        own = {each["name"] for each in base["containers"]}
-        spec["containers"] = [each for each in containers if each["name"] in own]
+        names = {container["name"] for container in base["containers"]}
+        spec["containers"] = [container for container in containers if container["name"] in names]
         metadata.pop("labels", None)
     else:
         # LMCache's server is a sidecar of some workers, and `containers` changes it there, too.
-        early = {each["name"] for each in base.get("initContainers", [])}
-        moved = [each for each in spec.get("containers", []) if each["name"] in early]
+        early = {container["name"] for container in base.get("initContainers", [])}
+        moved = [container for container in spec.get("containers", []) if container["name"] in early]
         if moved:
             spec["initContainers"] = [*spec.get("initContainers", []), *moved]
-            spec["containers"] = [each for each in spec["containers"] if each not in moved]
+            spec["containers"] = [container for container in spec["containers"] if container not in moved]
         # A change of another pod's container is no new container of this one.
-        have = early | {each["name"] for each in base["containers"]}
+        have = early | {container["name"] for container in base["containers"]}
         spec = {
-            key: [each for each in value if each["name"] in have or "image" in each]
+            key: [container for container in value if container["name"] in have or "image" in container]
             if key in ("containers", "initContainers")
             else value
             for key, value in spec.items()

@@ -389,7 +389,8 @@ def _without_hub(document: JumpStartModel, extension: Extension) -> EndpointDocu
     limits: dict[str, str | int | float]
     limits = {f"nvidia.com/{partition}": 1} if partition else {"nvidia.com/gpu": gpus}
     variables = [
-        EnvironmentVariable(name=each.name, value=each.value) for each in spec.environment_variables or []
+        EnvironmentVariable(name=variable.name, value=variable.value)
+        for variable in spec.environment_variables or []
     ]
     worker = EndpointWorker.model_validate(
         {

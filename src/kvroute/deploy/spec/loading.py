@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.deploy.l2.backend import masked
-from kvroute.deploy.spec.aliases import FieldPlaces, unflattened
+from kvroute.deploy.spec.aliases import FieldPaths, unflattened
 from kvroute.deploy.spec.endpoint import (
     HYPERPOD_KIND,
     JUMPSTART_KIND,
@@ -154,16 +154,16 @@ class _LinePlacer:
         match = _KEY.match(content)
         key = _unquoted(match["key"]) if match else None
         lists = [
-            (place, node)
-            for place, node in reversed(list(enumerate(self.stack)))
+            (index, node)
+            for index, node in reversed(list(enumerate(self.stack)))
             if node.shape.kind in (ValueKind.LIST, ValueKind.ANYTHING) and node.indent <= indent
         ]
-        fitting = [(place, node) for place, node in lists if _item_accepts(node.shape, key)]
+        fitting = [(index, node) for index, node in lists if _item_accepts(node.shape, key)]
         if not (fitting or lists):
             self._unknown(number, indent, f"- {content}".rstrip(), "-")
             return
-        place, node = (fitting or lists)[0]
-        del self.stack[place + 1 :]
+        index, node = (fitting or lists)[0]
+        del self.stack[index + 1 :]
         item = node.shape.item or Shape(ValueKind.ANYTHING)
         path = (*node.path, node.items)
         node.items += 1
@@ -193,11 +193,11 @@ class _LinePlacer:
         if dash:
             # The other keys of this item are two columns to the right of the dash.
             self.open_indents.append((indent + 1, number))
-        place = len(self.stack) - 1 if dash else self._place_of(key, indent)
-        if place is None:
+        index = len(self.stack) - 1 if dash else self._index_of(key, indent)
+        if index is None:
             self._unknown(number, indent, dash + content, key)
             return
-        del self.stack[place + 1 :]
+        del self.stack[index + 1 :]
         node = self.stack[-1]
         node.used_keys.setdefault(key, number)
         path = (*node.path, key)
@@ -212,7 +212,7 @@ class _LinePlacer:
             self.stack.append(_OpenNode(path, shape, number, indent + len(dash), node.column + 2))
         self._begin_block(value, indent, column)
 
-    def _place_of(self, key: str, indent: int) -> int | None:
+    def _index_of(self, key: str, indent: int) -> int | None:
         """The index in `stack` of the node to which `key` belongs; None if no open node accepts it.
 
         A node that fits the indentation is preferred, then the innermost node that has a field `key`.
@@ -274,8 +274,8 @@ class _LinePlacer:
     def _flush_comments(self, column: int) -> None:
         """Write the collected comments with the indentation of the line below them."""
         lines = []
-        for comment, own in reversed(self.comments):
-            column = own if own is not None else column
+        for comment, own_column in reversed(self.comments):
+            column = own_column if own_column is not None else column
             lines.append((" " * column + comment).rstrip())
         self.output += reversed(lines)
         self.comments.clear()
@@ -344,11 +344,13 @@ class SpecReading:
         """The document. Raises InvalidConfig with all wrong fields. `name` is the file's name in the
         error."""
         if self.document is None:
-            raise InvalidConfig([ConfigError(_place(name, finding), str(finding)) for finding in self.wrong])
+            raise InvalidConfig(
+                [ConfigError(_location(name, finding), str(finding)) for finding in self.wrong]
+            )
         return self.document
 
 
-def _place(name: str, finding: Finding) -> str:
+def _location(name: str, finding: Finding) -> str:
     return f"{name}:{finding.line}" if finding.line is not None else name
 
 
@@ -366,14 +368,14 @@ def read_spec(
     source, flat_names = unflattened(raw_source)
     if versions:
         extension = source.data.get("x-kvroute") or {}
-        own = (extension.get("versions") or {}) if isinstance(extension, dict) else None
-        if isinstance(own, dict):  # otherwise the value is wrong, and reported below
-            source.data["x-kvroute"] = {**extension, "versions": {**own, **versions}}
+        stated = (extension.get("versions") or {}) if isinstance(extension, dict) else None
+        if isinstance(stated, dict):  # otherwise the value is wrong, and reported below
+            source.data["x-kvroute"] = {**extension, "versions": {**stated, **versions}}
     kind = source.data.get("kind", HYPERPOD_KIND)
-    root, places = shape_of_kind(kind), FieldPlaces(shape_of_kind(kind))
+    root, field_paths = shape_of_kind(kind), FieldPaths(shape_of_kind(kind))
     findings = [
-        Finding(each.path, each.line, FieldVerdict.WRONG, each.text + _what_to_put(each, root))
-        for each in source.problems
+        Finding(problem.path, problem.line, FieldVerdict.WRONG, problem.text + _what_to_put(problem, root))
+        for problem in source.problems
     ]
     if str(kind) not in KINDS:
         # Which fields a document of another kind may have is not known.
@@ -382,7 +384,7 @@ def read_spec(
     try:
         document = KINDS[str(kind)].model_validate(_without_empty(source.data))
     except ValidationError as exc:
-        findings += _translated(exc.errors(include_url=False), source, root, places)
+        findings += _translated(exc.errors(include_url=False), source, root, field_paths)
     ruled = early_findings(source.data) if document is None else rule_findings(document, strategies)
     findings += [Finding(path, source.line_of(path), verdict, message) for path, verdict, message in ruled]
     findings += _declared(source, root, flat_names, judged={finding.path for finding in findings})
@@ -430,10 +432,10 @@ def _lines_in_place(text: str, error: NotYaml) -> Iterator[Finding]:
         if not line.is_known:
             yield Finding(line.path, line.number, FieldVerdict.WRONG, "no field of the spec has this name")
         elif line.is_misplaced:
-            place = f"belongs under {parent_of(line.path)}"
+            problem = f"belongs under {parent_of(line.path)}"
             if line.duplicate_of is not None:
-                place += f"; as written it is a duplicate of line {line.duplicate_of}"
-            yield Finding(line.path, line.number, FieldVerdict.WRONG, place)
+                problem += f"; as written it is a duplicate of line {line.duplicate_of}"
+            yield Finding(line.path, line.number, FieldVerdict.WRONG, problem)
         elif line.duplicate_of is not None:
             yield Finding(
                 line.path, line.number, FieldVerdict.WRONG, f"a duplicate of line {line.duplicate_of}"
@@ -466,11 +468,11 @@ def _declared(
         if any(path[: len(other)] == other or other[: len(path)] == path for other in judged if other):
             continue
         line = source.line_of(path)
-        found = declared(root, path)
+        declaration = declared(root, path)
         if value is None:
             yield Finding(path, line, FieldVerdict.NOTED, "has no effect here because it has no value")
-        elif found is not None:
-            verdict, text = found
+        elif declaration is not None:
+            verdict, text = declaration
             if verdict is FieldVerdict.NOTED:
                 text = f"has no effect here because {text}"
             elif path in flat_names:
@@ -500,7 +502,7 @@ def _leaves(value: Any, shape: Shape | None, path: Path) -> Iterator[tuple[Path,
 
 
 def _translated(
-    errors: list[ErrorDetails], source: Source, root: Shape, places: FieldPlaces
+    errors: list[ErrorDetails], source: Source, root: Shape, field_paths: FieldPaths
 ) -> Iterator[Finding]:
     """Yield findings for pydantic's errors, with the line, and the right place of a misplaced field."""
     # A placeholder breaks a field's rule only because it is not filled in.
@@ -514,7 +516,7 @@ def _translated(
             continue
         reported.add(path)
         if error["type"] == "extra_forbidden":
-            text = places.advice(path)
+            text = field_paths.advice(path)
         elif error["type"] == "missing":
             text = f"is required{_other_place(path, source.data)}"
         else:
@@ -529,9 +531,9 @@ def _other_place(path: Path, data: Any, at: Path = ()) -> str:
             here = (*at, str(key))
             if key == path[-1] and here != path and len(here) <= len(path) and len(str(key)) > 4:
                 return f"; it is at {dotted(here)}"
-            found = _other_place(path, inner, here)
-            if found:
-                return found
+            elsewhere = _other_place(path, inner, here)
+            if elsewhere:
+                return elsewhere
     return ""
 
 

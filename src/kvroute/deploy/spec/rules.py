@@ -107,17 +107,17 @@ def early_findings(data: Mapping[str, Any]) -> Iterator[RuleFinding]:
 def _hub_model(document: JumpStartModel) -> Iterator[RuleFinding]:
     """Yield verdicts for the model and the GPUs, of which a JumpStartModel has only names."""
     model, server = document.spec.model, document.spec.server
-    place: Path = ("spec", "model", "modelId")
+    path: Path = ("spec", "model", "modelId")
     name = jumpstart_model(document)
     if name is None:
         yield _noted(
-            place,
+            path,
             f"applied as the model's name in requests, but kvroute does not know the model {model.model_id}: "
             "set x-kvroute.model to its name on Hugging Face, or to a folder",
             is_whole_text=True,
         )
     else:
-        yield place, FieldVerdict.APPLIED, f"the model's name in requests; the workers load {name}"
+        yield path, FieldVerdict.APPLIED, f"the model's name in requests; the workers load {name}"
     extension = document.x_kvroute
     needs_gpus = extension.engine != "sim" and extension.device == "gpu" and extension.gpus_per_worker is None
     if (
@@ -386,20 +386,20 @@ def _worker(document: WorkerDocument) -> Iterator[RuleFinding]:
     parts = {"command": command if command[:2] == ["vllm", "serve"] else [], "args": worker.args or []}
     for key, words in parts.items():
         for number, argument in enumerate(words):
-            place: Path = (*_WORKER, key, number)
+            path: Path = (*_WORKER, key, number)
             option = argument.split("=", 1)[0]
             if option in DERIVED_ARGUMENTS:
-                yield _wrong(place, f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
+                yield _wrong(path, f"{option} {DERIVED_ARGUMENTS[option]}: omit it here")
             elif option == "--port":
-                yield from _port(worker, words, place)
+                yield from _port(worker, words, path)
         yield from _adapters(document, words, key)
 
 
 def _other_server(image: str) -> Iterator[RuleFinding]:
     """Yield an error for an image whose server is not vLLM: other arguments, metrics, events and caches."""
     name = image.rpartition("@")[0] or image
-    for part, server in OTHER_SERVERS.items():
-        if part in name.lower():
+    for fragment, server in OTHER_SERVERS.items():
+        if fragment in name.lower():
             yield _wrong(
                 (*_WORKER, "image"),
                 f"{image} runs {server}, and kvroute's workers are vLLM: use an image with vLLM, such as "
@@ -408,9 +408,9 @@ def _other_server(image: str) -> Iterator[RuleFinding]:
             return
 
 
-def _port(worker: WorkerSection | EndpointWorker, words: list[str], place: Path) -> Iterator[RuleFinding]:
-    """Yield an error if the argument `--port` at `place` is not the port in `modelInvocationPort`."""
-    number = int(place[-1])
+def _port(worker: WorkerSection | EndpointWorker, words: list[str], path: Path) -> Iterator[RuleFinding]:
+    """Yield an error if the argument `--port` at `path` is not the port in `modelInvocationPort`."""
+    number = int(path[-1])
     _, equals, value = words[number].partition("=")
     given = value if equals else "".join(words[number + 1 : number + 2])
     port = worker.model_invocation_port
@@ -419,17 +419,19 @@ def _port(worker: WorkerSection | EndpointWorker, words: list[str], place: Path)
         text = (
             f"--port {given} is not worker.modelInvocationPort.containerPort, which is {wanted}: omit --port"
         )
-        yield _wrong(place, text)
+        yield _wrong(path, text)
 
 
 def _adapters(document: WorkerDocument, arguments: list[str], key: str) -> Iterator[RuleFinding]:
     """Yield a note for LoRA adapters with LMCache, which does not distinguish adapters."""
-    places = [place for place, each in enumerate(arguments) if each.split("=", 1)[0] in ADAPTER_ARGUMENTS]
-    if not places or not uses_lmcache(document):
+    indexes = [
+        index for index, argument in enumerate(arguments) if argument.split("=", 1)[0] in ADAPTER_ARGUMENTS
+    ]
+    if not indexes or not uses_lmcache(document):
         return
     problem = adapter_problem(document)
     if problem:
-        yield _wrong((*_WORKER, key, places[0]), problem)
+        yield _wrong((*_WORKER, key, indexes[0]), problem)
         return
     settings = (document.x_kvroute.gateway.settings or {}).get("lmcache")
     is_off = isinstance(settings, dict) and settings.get("isolate_adapters") is False
@@ -439,7 +441,7 @@ def _adapters(document: WorkerDocument, arguments: list[str], key: str) -> Itera
         else "the gateway gives each adapter its own key space: send every request through the gateway"
     )
     reason = f"applied, but LMCache gives a LoRA adapter KV that another model computed; {hint}"
-    yield _noted((*_WORKER, key, places[0]), reason, is_whole_text=True)
+    yield _noted((*_WORKER, key, indexes[0]), reason, is_whole_text=True)
 
 
 def _source(source: ModelSource, document: InferenceEndpointConfig) -> Iterator[RuleFinding]:

@@ -96,13 +96,16 @@ class Shape:
 
     def child(self, key: str) -> Shape | None:
         """The shape of the model's field with the YAML name `key`; None if there is none."""
-        found = self.field(key)
-        return shape_of(found.annotation) if found is not None else None
+        field_info = self.field(key)
+        return shape_of(field_info.annotation) if field_info is not None else None
 
     def field(self, key: str) -> FieldInfo | None:
         """The declaration of the model's field with the YAML name `key`; None if there is none."""
         fields = self.model.model_fields if self.model is not None else {}
-        return next((each for name, each in fields.items() if yaml_name(name, each.alias) == key), None)
+        return next(
+            (field_info for name, field_info in fields.items() if yaml_name(name, field_info.alias) == key),
+            None,
+        )
 
 
 def yaml_name(name: str, alias: str | None) -> str:
@@ -115,7 +118,7 @@ def shape_of(annotation: object) -> Shape:
     if origin is typing.Annotated:
         return shape_of(args[0])
     if origin in (typing.Union, types.UnionType):
-        shapes = [shape_of(part) for part in args if part is not type(None)]
+        shapes = [shape_of(alternative) for alternative in args if alternative is not type(None)]
         return next((shape for shape in shapes if shape.kind is not ValueKind.SCALAR), shapes[0])
     if origin is list:
         return Shape(ValueKind.LIST, item=shape_of(args[0]))
@@ -154,7 +157,7 @@ def declared(root: Shape, path: Path) -> tuple[FieldVerdict, str] | None:
 
 def _nearest_declaration(root: Shape, path: Path) -> dict[str, Any]:
     """What `applied` or `noted` declared for `path`, or for the nearest field above it; else empty."""
-    found: dict[str, Any] = {}
+    declaration: dict[str, Any] = {}
     shape: Shape | None = root
     for key in path:
         if shape is None:
@@ -162,9 +165,9 @@ def _nearest_declaration(root: Shape, path: Path) -> dict[str, Any]:
         field = shape.field(str(key))
         extra = field.json_schema_extra if field is not None else None
         if isinstance(extra, dict) and "verdict" in extra:
-            found = dict(extra)
+            declaration = dict(extra)
         shape = shape_at(shape, (key,))
-    return found
+    return declaration
 
 
 def walk(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
@@ -309,15 +312,16 @@ class _NodeWalker:
             self._enter_mapping(node, path)
 
     def _enter_mapping(self, node: yaml.MappingNode, path: Path) -> None:
-        first: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             line, name = key.start_mark.line + 1, str(key.value)
             here = (*path, name)
-            if name in first:
-                text = f"is given twice under {dotted(path) or 'the root'}: in lines {first[name]} and {line}"
+            if name in first_lines:
+                lines = f"{first_lines[name]} and {line}"
+                text = f"is given twice under {dotted(path) or 'the root'}: in lines {lines}"
                 self.problems.append(Problem(here, line, text))
-            first.setdefault(name, line)
+            first_lines.setdefault(name, line)
             self.lines[here] = line
             self.enter(value, here)

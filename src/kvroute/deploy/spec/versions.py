@@ -30,8 +30,8 @@ _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?post(\d+))?(?![\d.])")
 
 def parse_version(text: str) -> Version | None:
     """The version with which `text` starts, such as `v0.19.1-cu130`; None if it starts with none."""
-    found = _VERSION.match(text)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0), int(found[4] or 0))
+    match = _VERSION.match(text)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class VllmRelease:
 
     @property
     def version(self) -> Version:
-        return _known(self.name)
+        return _parsed(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ class LmcacheRelease:
 
     @property
     def version(self) -> Version:
-        return _known(self.name)
+        return _parsed(self.name)
 
     @property
     def has_server(self) -> bool:
         return bool(self.l2_adapters)
 
 
-def _known(name: str) -> Version:
+def _parsed(name: str) -> Version:
     version = parse_version(name)
     assert version is not None  # the names are in this file
     return version
@@ -235,9 +235,9 @@ def versions_of_image(image: str, *, vllm: str | None = None, lmcache: str | Non
     known_vllm = parse_version(vllm) if vllm is not None else in_vllm
     known_lmcache = parse_version(lmcache) if lmcache is not None else in_lmcache
     if known_vllm is None and known_lmcache is None:
-        why = "its tag moves" if moving else "its name does not say its versions"
+        reason = "its tag moves" if moving else "its name does not say its versions"
         hint = "name a release" if moving else "set x-kvroute.versions"
-        note = f"applied, but {why}: planned as {PAIRS[-1]}; {hint}"
+        note = f"applied, but {reason}: planned as {PAIRS[-1]}; {hint}"
         newest = PAIRS[-1]
         return Versions(newest, newest.vllm.version if moving else None, None, note)
     older = [
@@ -254,7 +254,7 @@ def versions_of_image(image: str, *, vllm: str | None = None, lmcache: str | Non
     pair = older[-1]
     if known_vllm is None:
         # The oldest vLLM with this LMCache: options that only a newer one has are left out.
-        pair = next(each for each in older if each.lmcache == pair.lmcache)
+        pair = next(older_pair for older_pair in older if older_pair.lmcache == pair.lmcache)
     is_exact = known_vllm == pair.vllm.version and known_lmcache in (None, pair.lmcache.version)
     if is_exact:
         return Versions(pair, known_vllm, known_lmcache)
@@ -274,10 +274,10 @@ def _text(version: Version) -> str:
 
 def _versions_in(image: str) -> tuple[Version | None, Version | None, bool]:
     """vLLM's and LMCache's versions that an image's name says, and whether its tag moves."""
-    found = _IMAGE.fullmatch(image)
-    if found is None:
+    match = _IMAGE.fullmatch(image)
+    if match is None:
         return None, None, False
-    path, tag, digest = found["path"], found["tag"] or "", found["digest"]
+    path, tag, digest = match["path"], match["tag"] or "", match["digest"]
     stated = DIGESTS.get(digest or "") or TAGS.get(tag)
     if stated is not None:
         return parse_version(stated[0]), parse_version(stated[1]), False
@@ -326,7 +326,7 @@ def version_rules(document: WorkerDocument) -> Iterator[VersionFinding]:
     if routing is not None and follows and not pair.lmcache.reports_chunks:
         text = (
             f"applied, but {routing.routing_strategy} sees the GPU tier only: the server of LMCache"
-            f" {pair.lmcache.name} does not report its chunks; that of {_first(_has_reports)} does"
+            f" {pair.lmcache.name} does not report its chunks; that of {_oldest_pair(_has_reports)} does"
         )
         yield (("spec", "intelligentRoutingSpec", "routingStrategy"), FieldVerdict.NOTED, text)
 
@@ -335,7 +335,7 @@ def _server(document: WorkerDocument, release: LmcacheRelease) -> Iterator[Versi
     """Yield errors for settings that the server of this release of LMCache does not have."""
     extension = document.x_kvroute
     if not release.has_server:
-        hint = f"omit mode, or set classic, or use {_first(_has_server)}"
+        hint = f"omit mode, or set classic, or use {_oldest_pair(_has_server)}"
         text = f"LMCache {release.name} has no server: {hint}"
         yield ("x-kvroute", "lmcache", "mode"), FieldVerdict.WRONG, text
         return
@@ -343,7 +343,7 @@ def _server(document: WorkerDocument, release: LmcacheRelease) -> Iterator[Versi
     if backend is not None and backend.adapter_type not in release.l2_adapters:
         kind = backend.adapter_type
         text = f"the server of LMCache {release.name} has no adapter {kind}: use "
-        text += _first(lambda each: kind in each.l2_adapters)
+        text += _oldest_pair(lambda candidate: kind in candidate.l2_adapters)
         text += ", or set x-kvroute.lmcache.mode: classic" if backend.has_classic else ""
         yield ("spec", "kvCacheSpec", "l2CacheSpec", "l2CacheBackend"), FieldVerdict.WRONG, text
     cache = document.spec.kv_cache_spec
@@ -351,8 +351,8 @@ def _server(document: WorkerDocument, release: LmcacheRelease) -> Iterator[Versi
         return  # both policies need the first tier
     policy = extension.l1.eviction_policy
     if policy not in release.eviction_policies:
-        known = ", ".join(release.eviction_policies)
-        text = f"the server of LMCache {release.name} has {known} only"
+        policies = ", ".join(release.eviction_policies)
+        text = f"the server of LMCache {release.name} has {policies} only"
         yield ("x-kvroute", "l1", "evictionPolicy"), FieldVerdict.WRONG, text
     prefetch = extension.l2.prefetch_policy
     if "prefetch_policy" in extension.l2.model_fields_set and prefetch not in release.prefetch_policies:
@@ -367,7 +367,7 @@ def adapter_problem(document: WorkerDocument) -> str:
         return ""
     return (
         f"the server of LMCache {pair.lmcache.name} gives a LoRA adapter KV that another model computed, and"
-        f" has no salts against it: set x-kvroute.lmcache.mode: classic, or use {_first(_has_salts)}"
+        f" has no salts against it: set x-kvroute.lmcache.mode: classic, or use {_oldest_pair(_has_salts)}"
     )
 
 
@@ -379,7 +379,7 @@ def server_with(document: WorkerDocument, backend: Backend) -> str:
     kind = backend.adapter_type
     if kind in versions_of(document).pair.lmcache.l2_adapters:
         return "its server has one (mode: mp)"
-    return f"the server of {_first(lambda each: kind in each.l2_adapters)} has one (mode: mp)"
+    return f"the server of {_oldest_pair(lambda candidate: kind in candidate.l2_adapters)} has one (mode: mp)"
 
 
 def _has_server(release: LmcacheRelease) -> bool:
@@ -394,7 +394,7 @@ def _has_reports(release: LmcacheRelease) -> bool:
     return release.reports_chunks
 
 
-def _first(able: Callable[[LmcacheRelease], bool]) -> str:
+def _oldest_pair(able: Callable[[LmcacheRelease], bool]) -> str:
     """The oldest known pair whose LMCache is `able`, as text."""
     return next((str(pair) for pair in PAIRS if able(pair.lmcache)), "a newer release")
 
@@ -408,13 +408,17 @@ def versions_of(document: WorkerDocument) -> Versions:
 
 def stated_versions(text: str) -> dict[str, str]:
     """`VLLM`, `VLLM+LMCACHE` or `+LMCACHE` as the fields of `x-kvroute.versions`. Raises ValueError."""
-    found = {name: each for name, each in zip(("vllm", "lmcache"), text.split("+", 1), strict=False) if each}
-    for name, version in found.items():
+    stated = {
+        name: version
+        for name, version in zip(("vllm", "lmcache"), text.split("+", 1), strict=False)
+        if version
+    }
+    for name, version in stated.items():
         if parse_version(version) is None:
             raise ValueError(f"{version!r} is not a version of {name}, such as 0.19.1")
-    if not found:
+    if not stated:
         raise ValueError("expected VLLM+LMCACHE, such as 0.19.1+0.4.3")
-    return found
+    return stated
 
 
 def with_versions(document: Document, vllm: str, lmcache: str) -> Document:
