@@ -47,7 +47,7 @@ NAMES = frozenset(
         "rest",
     )
 )
-NAMES_LIMIT = 0.042
+NAMES_LIMIT = 0.01
 """Share of the names in src that are among `NAMES`. Commit daac6af has 0.058. The limit may only fall."""
 VAGUE = frozenset(("item", "thing", "data", "value", "info", "entry"))
 VAGUE_LIMIT = 0.0155
