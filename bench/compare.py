@@ -192,7 +192,7 @@ def gateway_command(checkout: Checkout, scenario: Scenario, settings: Sequence[s
 
 
 def compare_gateways(options: argparse.Namespace, sides: tuple[Checkout, Checkout], samples: Samples) -> None:
-    from kvroute.deploy.engine_install import write_tiny_model
+    from kvroute.deploy.tiny_model import write_tiny_model
 
     settings = {THIS: [*options.set, *options.set_this], OTHER: options.set}
     scenarios = [SCENARIOS[name] for name in SCENARIOS if name in options.scenarios]

@@ -46,15 +46,10 @@ from engines_chats import BLOCK, MODEL, Session, Shape, one_token_words, session
 from gateway_machine import describe
 from gateway_routers import install_peers
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import (
-    DEFAULT_PATH,
-    TINY_MODELS,
-    EngineVenv,
-    separate_environment,
-    write_tiny_model,
-)
+from kvroute.deploy.engine_install import DEFAULT_PATH, EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.tiny_model import TINY_MODELS, write_tiny_model
 from kvroute.deploy.vllm_command import (
     CpuPlacement,
     KvEventsEndpoint,

@@ -158,7 +158,7 @@ def say_one(one: Measurement) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    from kvroute.deploy.engine_install import write_tiny_model
+    from kvroute.deploy.tiny_model import write_tiny_model
 
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     clock = time.monotonic()

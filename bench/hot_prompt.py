@@ -38,7 +38,8 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import MapTrust, PrefixIndex
+from kvroute.index.map_trust import MapTrust
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.metrics import Metrics
 from kvroute.relay.feedback import PredictionAudit
 from kvroute.request.plan import RequestPlan

@@ -40,7 +40,8 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.index import snapshot as snapshots
 from kvroute.index.prefix_index import Holder, PrefixIndex
-from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
+from kvroute.replicas.map_mirror import Mirror
+from kvroute.replicas.maps import PublishingPrefixIndex
 from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import Message
 from kvroute.wire.batch_split import split_batch

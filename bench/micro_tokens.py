@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvroute.deploy.engine_install import write_tiny_model
+from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.conversations import Conversations

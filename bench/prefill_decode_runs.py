@@ -16,7 +16,7 @@ from kvroute.routing.prefill_decode import Choice, HandoverDispatch, PrefillDeco
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
 from kvroute.routing.strategy import NoMap, RouteDecision, RouteQuery
-from kvroute.sim.cache import Link
+from kvroute.sim.cache_tiers import Link
 from kvroute.sim.fleet import FleetRequest, HandoverFleet, SimFleet, make_engines
 from routing_runs import Figures, figures
 from routing_workloads import BLOCK, Load, chat, conversation, tool

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean
 
+from kvroute.blocks.key_groups import KeyGroups
 from kvroute.blocks.keys import BlockKey, PromptKeys
-from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet as Workers
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
 from kvroute.replicas.decisions import DispatchPublisher, PeerDispatches

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.fleet.load import Reservation, WorkerLoad
 from kvroute.routing.cost import TierLoad
-from kvroute.sim.cache import TierChange
+from kvroute.sim.cache_tiers import TierChange
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.vllm import BlockRemoved, BlockStored, KvEvent

@@ -23,11 +23,12 @@ from kvroute.caches.tracker import held_tokens
 from kvroute.events.ledger import Ledger
 from kvroute.fleet.worker import FleetView, HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.prefix_index import MapTrust, PrefixIndex
+from kvroute.index.map_trust import MapTrust
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.lmcache.options import PrefetchOptions
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Dispatch, Router
-from kvroute.routing.scaling import CacheValue
 from kvroute.routing.strategy import (
     CacheMap,
     CachePlace,
@@ -39,7 +40,7 @@ from kvroute.routing.strategy import (
     Tokens,
     prefetch_of,
 )
-from kvroute.sim.cache import TierChange
+from kvroute.sim.cache_tiers import TierChange
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import TieredEngine, TierOptions
 from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch, KvEvent

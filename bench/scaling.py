@@ -41,8 +41,8 @@ from statistics import fmean
 
 from kvroute.deploy.render.plan import DRAIN_S
 from kvroute.fleet.worker import FleetView, WorkerId
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.scaling import (
-    CacheValue,
     DeletionCostOptions,
     ScalingOptions,
     WorkerWorth,

@@ -15,8 +15,8 @@ import yaml
 import kvroute
 from kvroute.app.reference import families
 from kvroute.config.config import Config
-from kvroute.errors import GatewayError
-from kvroute.http.overload import LOW_MEMORY, OUT_OF_DESCRIPTORS
+from kvroute.errors import OUT_OF_DESCRIPTORS, GatewayError
+from kvroute.http.overload import LOW_MEMORY
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvroute"

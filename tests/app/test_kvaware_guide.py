@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvroute.config.config import Config
-from kvroute.index.prefix_index import TrustReason
+from kvroute.index.map_trust import TrustReason
 from kvroute.lmcache.membership import Doubt
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from engines import engine_arguments
 from engines_chats import BLOCK, MODEL, Shape, one_token_words, sessions
-from kvroute.deploy.engine_install import CHAT_TEMPLATE, write_tiny_model
+from kvroute.deploy.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ from kvroute.clock import SystemClock
 from kvroute.config.config import Config
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerId, WorkerSpec
-from kvroute.index.prefix_index import Holder, MapTrust
+from kvroute.index.map_trust import MapTrust
+from kvroute.index.prefix_index import Holder
 from kvroute.metrics import Metrics
 from kvroute.relay.key_spaces import KeySpaces
-from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
+from kvroute.replicas.map_mirror import Mirror
+from kvroute.replicas.maps import PublishingPrefixIndex
 from kvroute.replicas.messages import CachePlaceMessage, Finished, MapReset, TierBandwidth, WorkerPlaces
 from kvroute.routing.strategy import ExactPrompt, Tokens
 

@@ -17,7 +17,8 @@ from kvroute.blocks.keys import Tier, adapter_space, prompt_keys, token_keys
 from kvroute.caches.tracker import LiveCaches
 from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import Holder, MapTrust, PrefixIndex, TrustReason
+from kvroute.index.map_trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.membership import ServedWorker
 from kvroute.lmcache.options import LMCacheOptions

@@ -14,7 +14,7 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target
 from kvroute.replicas.messages import (
     CachePlaceMessage,

@@ -22,7 +22,7 @@ from tests.support.sockets import free_ports, listening
 from kvroute.cli import main
 from kvroute.cli.deployments import logs
 from kvroute.cli.deployments import up as up_command
-from kvroute.deploy.processes import StateFolder, supervisor
+from kvroute.deploy.up_state import StateFolder, supervisor
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0

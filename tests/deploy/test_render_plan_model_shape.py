@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvroute.deploy.engine_install import TINY_MODELS, write_tiny_model
 from kvroute.deploy.render.plan import plan_endpoint, token_bytes, with_local_token_bytes
 from kvroute.deploy.spec.loading import read_spec
+from kvroute.deploy.tiny_model import TINY_MODELS, write_tiny_model
 
 # As their publishers have them, the fields that count.
 LLAMA_8B = {

@@ -20,8 +20,9 @@ from kvroute.clock import SystemClock
 from kvroute.deploy.keeper import Keeper, ProcessPhase
 from kvroute.deploy.plan import PlannedProcess, ProcessPlan
 from kvroute.deploy.prepare import require_free_port
-from kvroute.deploy.processes import ChildSpec, ProcessFailed, StateFolder
+from kvroute.deploy.processes import ChildSpec, ProcessFailed
 from kvroute.deploy.up import ready_text, run_plan, run_up
+from kvroute.deploy.up_state import StateFolder
 
 ServerArgv = Callable[..., tuple[str, ...]]
 MakePlan = Callable[..., ProcessPlan]

@@ -25,7 +25,7 @@ from kvroute.doctor.observations import (
 )
 from kvroute.events.options import KvEventsOptions
 from kvroute.fleet.worker import ModelsPage, WorkerId, WorkerSpec
-from kvroute.index.prefix_index import cause_and_fix
+from kvroute.index.map_trust import cause_and_fix
 from kvroute.lmcache.options import LMCacheOptions
 
 OK = Reply(200)

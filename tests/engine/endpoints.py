@@ -21,9 +21,10 @@ import httpx
 import yaml
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import write_tiny_model
 from kvroute.deploy.prepare import free_ports
-from kvroute.deploy.processes import ChildProcess, ChildSpec, StateFolder
+from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.tiny_model import write_tiny_model
+from kvroute.deploy.up_state import StateFolder
 
 WITHOUT_SAMPLES = {"KVROUTE__TOKENS__COMPUTED_SAMPLES": "false"}
 """The tests count blocks and chunks: no requests but theirs. A test that needs samples sets the variable."""

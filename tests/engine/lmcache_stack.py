@@ -32,12 +32,12 @@ from kvroute.deploy.vllm_command import (
     vllm_environment,
 )
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.listeners import CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.membership import LMCacheServer, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.server_requests import StatusPoller
+from kvroute.lmcache.polls import StatusPoller
 
 MODEL = "tiny"
 CHUNK = 64

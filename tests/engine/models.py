@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvroute.deploy.engine_install import CHAT_TEMPLATE, END, PAD, TURN, VOCABULARY, write_tiny_model
+from kvroute.deploy.tiny_model import CHAT_TEMPLATE, END, PAD, TURN, VOCABULARY, write_tiny_model
 
 WINDOW = 128
 """Tokens of a sliding window, and of a chunk of local attention."""

@@ -28,9 +28,10 @@ from tests.engine.adapters import write_adapter
 from tests.engine.weights import write_weights
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import EngineVenv, separate_environment, write_tiny_model
+from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess, ChildSpec
+from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.deploy.vllm_command import CpuPlacement, VllmSpec, vllm_argv, vllm_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]

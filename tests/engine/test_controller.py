@@ -19,7 +19,7 @@ from kvroute.blocks.chunks import PromptChunks, chunk_keys
 from kvroute.clock import SystemClock
 from kvroute.deploy.engine_install import EngineVenv, separate_environment
 from kvroute.deploy.prepare import free_ports
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.listeners import ControllerSockets

@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_names
 from kvroute.deploy.engine_install import EngineVenv
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.l2_redis import RedisL2, object_name, targets_of
 from kvroute.lmcache.membership import SINGLE_RANK, Doubt
 

@@ -26,10 +26,11 @@ import pytest_asyncio
 from tests.engine.endpoints import ADMIN_KEY
 
 from kvroute.clock import SystemClock
-from kvroute.deploy.engine_install import EngineVenv, install_nixl, separate_environment, write_tiny_model
+from kvroute.deploy.engine_install import EngineVenv, install_nixl, separate_environment
 from kvroute.deploy.plan import Engine, HostFacts, ProcessPlan, UpSpec, plan_up, port_count
 from kvroute.deploy.prepare import free_ports
 from kvroute.deploy.processes import ChildProcess
+from kvroute.deploy.tiny_model import write_tiny_model
 
 pytestmark = [
     pytest.mark.engine,

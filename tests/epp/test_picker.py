@@ -17,7 +17,8 @@ from kvroute.epp.picker import AssumedPrefills, Expected, FirstTokens, PickedDis
 from kvroute.fleet.foreign import EngineFigures
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import Worker, WorkerSpec
-from kvroute.index.prefix_index import Holder, MapTrust, PrefixIndex
+from kvroute.index.map_trust import MapTrust
+from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.request.record import Record
 from kvroute.routing.router import Dispatch
 from kvroute.routing.strategy import (

@@ -13,7 +13,7 @@ import pytest
 from tests.epp.conftest import SERVED, Proxy, RunProxy, one_filter, port_of
 from tests.support.waiting import until
 
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.sim.options import SimOptions
 
 CHAT = "/v1/chat/completions"

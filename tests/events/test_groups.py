@@ -16,7 +16,8 @@ from kvroute.index.groups import GroupKind, GroupRule, SlotGroups
 from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import HEAD as SNAPSHOT_HEAD
 from kvroute.index.snapshot import StreamHead, decode, encode, encode_end, split
-from kvroute.replicas.maps import Mirror, PublishingPrefixIndex
+from kvroute.replicas.map_mirror import Mirror
+from kvroute.replicas.maps import PublishingPrefixIndex
 from kvroute.replicas.messages import Message
 from kvroute.routing.reports import LastUnits
 from kvroute.routing.strategy import ExactPrompt, Tokens

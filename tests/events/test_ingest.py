@@ -19,7 +19,8 @@ from kvroute.events.ingest import EventIngest
 from kvroute.events.options import KvEventsOptions, KvEventSource, configured_sources, parse_sources
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerSpec
-from kvroute.index.prefix_index import MapTrust, PrefixIndex, TierMatch, TrustReason
+from kvroute.index.map_trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import PrefixIndex, TierMatch
 from kvroute.wire.vllm import BlockStored
 
 QUICK = KvEventsOptions(idle_check_s=0.05, replay_timeout_s=0.5, retry_s=0.02)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvroute.events.intake import SilenceDetector, TrustState
-from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
+from kvroute.index.map_trust import MapTrust, TrustReason, trust_for
 
 
 def trust_state() -> TrustState:

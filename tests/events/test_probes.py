@@ -19,7 +19,8 @@ from kvroute.events.options import KvEventsOptions, ProbeOptions
 from kvroute.events.probes import KnownPrompt, PromptMemory
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import HealthState, Worker, WorkerId, WorkerSpec
-from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
+from kvroute.index.map_trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.openai.rewriting import TAG, key_space
 
 QUICK = KvEventsOptions(

@@ -19,7 +19,8 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import SocketPoller, TimeSlicer
 from kvroute.events.subscriber import KvEventSubscriber
-from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
+from kvroute.index.map_trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.wire.vllm import DIALECTS
 from kvroute.wire.zmq import EventMessage, pack_live
 

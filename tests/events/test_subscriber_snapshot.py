@@ -24,7 +24,8 @@ from kvroute.events.options import KvEventsOptions, ProbeOptions, SnapshotOption
 from kvroute.events.subscriber import Captured, SnapshotFile
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
-from kvroute.index.prefix_index import MapTrust, PrefixIndex
+from kvroute.index.map_trust import MapTrust
+from kvroute.index.prefix_index import PrefixIndex
 from kvroute.index.snapshot import Blocks, Copies, FrameKind, Runs, decode, encode, split
 from kvroute.wire.vllm import BlockRemoved, BlockStored, EventBatch
 

@@ -23,6 +23,7 @@ from tests.support.clocks import ManualClock
 from kvroute.access.key_file import read_keys
 from kvroute.errors import ConfigError, DiscoveryError
 from kvroute.events.options import KvEventsOptions, parse_sources
+from kvroute.fleet.catalog import catalog_of
 from kvroute.fleet.discovery.file import parse_workers_file
 from kvroute.fleet.discovery.kubernetes_api import (
     ObjectReader,
@@ -35,7 +36,7 @@ from kvroute.fleet.discovery.kubernetes_api import (
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.options import HealthOptions
-from kvroute.fleet.probe import Prober, catalog_of, probe_client
+from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import MOST_RANKS, MOST_TOKENS, WorkerId, WorkerSpec
 
 DEADLINE_S = 2.0

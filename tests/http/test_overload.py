@@ -4,7 +4,8 @@ import pytest
 from tests.support.clocks import ManualClock
 
 from kvroute.errors import GatewayOverloaded
-from kvroute.http.overload import DescriptorLimit, MemoryUse, MemoryWatch, memory_reader
+from kvroute.http.descriptors import DescriptorLimit
+from kvroute.http.overload import MemoryUse, MemoryWatch, memory_reader
 from kvroute.metrics import Metrics
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 
 CHUNK = 64
 CPU = "LocalCPUBackend"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.wire import lmcache_controller as wire
 
 CAPTURE = Path(__file__).parents[1] / "data" / "captures" / "lmcache-classic-controller.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.wire import lmcache_controller as wire
 
 CPU = "LocalCPUBackend"

@@ -18,7 +18,7 @@ from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace, PromptChunk
 from kvroute.blocks.keys import Tier
 from kvroute.fleet.worker import Worker, WorkerFacts, WorkerId, WorkerSpec
 from kvroute.index.chunk_index import ChunkHolder, ChunkIndex
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator
 from kvroute.lmcache.membership import Doubt, ServedWorker, served_worker
 from kvroute.lmcache.options import LMCacheOptions

@@ -18,7 +18,7 @@ from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import ChunkScheme, PromptChunks, chunk_keys, chunk_names
 from kvroute.blocks.keys import Tier
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator

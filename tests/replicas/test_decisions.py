@@ -11,11 +11,11 @@ import pytest
 from tests.support.clocks import ManualClock
 
 from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.key_groups import KeyGroups
 from kvroute.blocks.keys import PromptKeys, block_keys
-from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.worker import WorkerFacts, WorkerId, WorkerRole, WorkerSpec
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.replicas.decisions import PAUSE_S, REPEAT_S, SHORT_S, DispatchPublisher, PeerDispatches
 from kvroute.replicas.envelope import SPLIT_BYTES, decode_payload, encode_payloads
 from kvroute.replicas.members import apply_recent_prompts, recent_prompts

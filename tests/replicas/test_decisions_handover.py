@@ -6,9 +6,9 @@ import pytest
 from tests.replicas.test_decisions import MODEL, Gateway
 from tests.support.clocks import ManualClock
 
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.prefill_decode import PrefillDecodeOptions
 from kvroute.routing.registry import RoutingOptions
-from kvroute.routing.scaling import CacheValue
 
 
 def gateway(strategy: str, clock: ManualClock) -> Gateway:

@@ -11,7 +11,8 @@ from kvroute.blocks.keys import KEY_TOKENS, Tier, block_keys
 from kvroute.index.chunk_index import ChunkHolder
 from kvroute.index.prefix_index import Holder, PrefixIndex
 from kvroute.index.snapshot import CopyableChunkIndex
-from kvroute.replicas.maps import Mirror, PublishingChunkIndex, PublishingPrefixIndex
+from kvroute.replicas.map_mirror import Mirror
+from kvroute.replicas.maps import PublishingChunkIndex, PublishingPrefixIndex
 from kvroute.replicas.mesh import FrameReader, encode_frame
 from kvroute.replicas.messages import Finished
 

@@ -13,7 +13,8 @@ from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerFacts
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import MAX_UTILISATION, RESIDENCE_S, CostModel, TierLoad, matched_tokens
-from kvroute.routing.cost_parameters import CostOptions, Learned
+from kvroute.routing.cost_parameters import CostOptions
+from kvroute.routing.learned_costs import Learned
 from kvroute.routing.strategy import Candidate, CandidateMatch, CostTerms, Tokens
 
 

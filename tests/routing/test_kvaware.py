@@ -7,7 +7,7 @@ import pytest
 from kvroute.blocks.chunks import PromptChunks
 from kvroute.blocks.keys import PromptKeys, prompt_keys, token_keys
 from kvroute.index.in_flight import InFlight
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.index.radix_history import RadixHistory
 from kvroute.routing.cost import CostModel
 from kvroute.routing.registry import RoutingOptions

@@ -10,9 +10,10 @@ from tests.routing.conftest import MODEL, fleet_of, fresh_keys, new_worker
 
 from kvroute.blocks.keys import PromptKeys
 from kvroute.fleet.worker import WorkerId
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
-from kvroute.routing.scaling import MAX_COST, CacheValue, WorkerWorth, due_patches, surplus
+from kvroute.routing.scaling import MAX_COST, WorkerWorth, due_patches, surplus
 from kvroute.routing.strategy import RouteQuery
 
 WINDOW_S = 100.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.sim.cache import Link
+from kvroute.sim.cache_tiers import Link
 from kvroute.sim.fleet import FleetRequest, HandoverFleet, make_engines
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent

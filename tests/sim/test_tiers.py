@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvroute.sim.cache import LruTier, TierChange, TierReports
+from kvroute.sim.cache import TierReports
+from kvroute.sim.cache_tiers import LruTier, TierChange
 from kvroute.sim.fleet import FleetRequest
 from kvroute.sim.tiers import GPU_ONLY, Filling, TieredFleet, TierOptions, make_tiered_engines
 from kvroute.sim.timing import TimingModel

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from kvroute.deploy.engine_install import write_tiny_model
+from kvroute.deploy.tiny_model import write_tiny_model
 
 FOLDER: Final = Path(__file__).parents[1] / "data" / "templates"
 MANNERS: Final = tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))

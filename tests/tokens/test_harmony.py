@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.support.chat_shapes import NATIVE, SHAPES
 
-from kvroute.deploy.engine_install import write_tiny_model
+from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.openai.endpoints import ENDPOINTS
 from kvroute.openai.request import InferenceRequest, parse_request
 from kvroute.tokens.chat import EngineFlags

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.deploy.engine_install import CHAT_TEMPLATE
+from kvroute.deploy.tiny_model import CHAT_TEMPLATE
 from kvroute.tokens.template import ChatTemplate
 
 LOOP = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.deploy.engine_install import CHAT_TEMPLATE
+from kvroute.deploy.tiny_model import CHAT_TEMPLATE
 from kvroute.tokens.template import ROLES, ChatTemplate
 
 CHATML = (

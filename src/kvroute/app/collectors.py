@@ -34,7 +34,8 @@ from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.worker import Ejection, HealthState
 from kvroute.logs import failed_lines
 from kvroute.metrics import Metrics
-from kvroute.replicas.metrics import channel_metrics, link_metrics
+from kvroute.replicas.channel_metrics import channel_metrics
+from kvroute.replicas.metrics import link_metrics
 from kvroute.routing.router import Router
 from kvroute.tallies import Gauges, counter, gauge
 

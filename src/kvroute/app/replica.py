@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvroute.access.client_keys import KeyRing, SharedUse
-from kvroute.blocks.known_prompts import KeyGroups
+from kvroute.blocks.key_groups import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import AdminOverrides, Fleet, FleetChange
@@ -28,13 +28,8 @@ from kvroute.relay.stored_responses import ResponseOwners
 from kvroute.replicas.channel import Channel
 from kvroute.replicas.decisions import DispatchPublisher, PeerDispatches
 from kvroute.replicas.envelope import ID_BYTES
-from kvroute.replicas.members import (
-    Joining,
-    apply_learned_costs,
-    apply_recent_prompts,
-    learned_costs,
-    recent_prompts,
-)
+from kvroute.replicas.joining import Joining
+from kvroute.replicas.members import apply_learned_costs, apply_recent_prompts, learned_costs, recent_prompts
 from kvroute.replicas.mesh import GATHER_S, Mesh
 from kvroute.replicas.messages import (
     AdminWorkerSpec,

@@ -18,13 +18,14 @@ from kvroute.access.client_keys import KeyRing
 from kvroute.access.jwt import TokenVerifier
 from kvroute.access.key_file import read_key_file
 from kvroute.access.keys import AdminKeys, KeyCheck
-from kvroute.admin.api import admin_routes, page_routes
+from kvroute.admin.api import admin_routes
 from kvroute.admin.application import build_application
 from kvroute.admin.control import control_routes
 from kvroute.admin.engine_control import EngineControl
 from kvroute.admin.guard import AdminGuard
 from kvroute.admin.key_guesses import KeyGuesses
 from kvroute.admin.live import KEEP_RECORDING_S, LiveFigures
+from kvroute.admin.page import page_routes
 from kvroute.admission.request_queue import Permits, RequestQueue
 from kvroute.app.collectors import complete_families, count_tasks, fleet_gauges, index_gauges, load_gauges
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
@@ -40,7 +41,8 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.health import HealthMonitor
 from kvroute.fleet.probe import Prober, probe_client
 from kvroute.fleet.worker import HealthState, Worker
-from kvroute.http.overload import DescriptorLimit, MemoryWatch, memory_reader
+from kvroute.http.descriptors import DescriptorLimit
+from kvroute.http.overload import MemoryWatch, memory_reader
 from kvroute.journal.compat_log_lines import announcer
 from kvroute.journal.compat_metrics import VllmRouterMetrics
 from kvroute.journal.journal import Journal
@@ -63,7 +65,8 @@ from kvroute.relay.retry_budget import RetryBudget
 from kvroute.relay.sagemaker import Invocations
 from kvroute.relay.session_keys import SessionKeys
 from kvroute.relay.stored_responses import ResponseOwners, StoredResponses
-from kvroute.replicas.metrics import GatewayMetrics, PageCollector, channel_metrics, read
+from kvroute.replicas.channel_metrics import channel_metrics
+from kvroute.replicas.metrics import GatewayMetrics, PageCollector, read
 from kvroute.request.streams import StreamWaits
 from kvroute.routing.audit import Audit
 from kvroute.routing.router import Observer, Router

@@ -18,15 +18,9 @@ from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.options import FleetOptions
 from kvroute.fleet.worker import Worker, WorkerId
 from kvroute.metrics import Metrics
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.router import Router
-from kvroute.routing.scaling import (
-    CacheValue,
-    DeletionCostOptions,
-    WorkersNeeded,
-    WorkerWorth,
-    due_patches,
-    surplus,
-)
+from kvroute.routing.scaling import DeletionCostOptions, WorkersNeeded, WorkerWorth, due_patches, surplus
 from kvroute.tallies import Gauges, counter, gauge
 
 log = logging.getLogger(__name__)

@@ -39,14 +39,16 @@ from kvroute.dual_stack import EVERY_ADDRESS, dual_stack_socket
 from kvroute.errors import ConfigError
 from kvroute.http.allocator import keep_freed_memory, use_huge_pages
 from kvroute.http.asgi_protocol import TrimmedProtocol
+from kvroute.http.asgi_protocol_checks import trimmed_protocol_problem
 from kvroute.http.edge import ClientBounds, EdgeProtocol
 from kvroute.http.fastlane import fast_lane
+from kvroute.http.fastlane_checks import fast_lane_problem
 from kvroute.http.options import AFTER_CUT_S, ServerOptions
-from kvroute.http.protocol_checks import fast_lane_problem, trimmed_protocol_problem
 from kvroute.logs import configure
 from kvroute.relay.dataplane import DataPlane
 from kvroute.replicas.envelope import ID_BYTES
-from kvroute.replicas.mesh import Mesh, SharedPort, make_socket_folder
+from kvroute.replicas.mesh import Mesh, make_socket_folder
+from kvroute.replicas.shared_port import SharedPort
 from kvroute.replicas.supervisor import ProcessSpec, Supervisor
 from kvroute.tls import Signature
 

@@ -31,7 +31,8 @@ from kvroute.lmcache.l2_redis import L2Target, RedisL2, targets_of
 from kvroute.lmcache.listeners import ControllerSockets, CoordinatorApp, CoordinatorServer
 from kvroute.lmcache.membership import served_worker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.server_requests import Prefetcher, RatePoller, StatusPoller
+from kvroute.lmcache.polls import RatePoller, StatusPoller
+from kvroute.lmcache.server_requests import Prefetcher
 from kvroute.lmcache.tierd import TierdFollower
 from kvroute.replicas.cache_reports import CacheReports
 from kvroute.replicas.channel import Channel

@@ -20,12 +20,12 @@ from kvroute.clock import Clock
 from kvroute.config.config import Config
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.l2_redis import L2Target, RedisL2
 from kvroute.metrics import Metrics
 from kvroute.relay.key_spaces import KeySpaces
 from kvroute.relay.preparation import TimeoutOf
-from kvroute.replicas.maps import Mirror
+from kvroute.replicas.map_mirror import Mirror
 from kvroute.replicas.messages import (
     Distrusted,
     L2Targets,

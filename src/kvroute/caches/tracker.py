@@ -30,13 +30,8 @@ from kvroute.events.probes import KnownPrompt
 from kvroute.fleet.fleet import Fleet, FleetChange
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import (
-    PrefixIndex,
-    TierMatch,
-    TrustReason,
-    cause_and_fix,
-    trust_for,
-)
+from kvroute.index.map_trust import TrustReason, cause_and_fix, trust_for
+from kvroute.index.prefix_index import PrefixIndex, TierMatch
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.options import CoordinatorOptions
 from kvroute.metrics import Metrics

@@ -22,11 +22,10 @@ from rich.table import Table
 
 from kvroute.clock import SystemClock
 from kvroute.config.loading import load
-from kvroute.deploy.endpoint import TINY_WORKERS, with_simulated_workers, with_tiny_engines
+from kvroute.deploy.endpoint import with_simulated_workers
 from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.plan import AdminKeyLocation, Engine, UpSpec, local_findings
 from kvroute.deploy.prepare import EndpointRequest, prepare, prepare_endpoint
-from kvroute.deploy.processes import StateFolder, UpState
 from kvroute.deploy.render.config import config_text, gateway_config
 from kvroute.deploy.render.envoy import GatewayRef, gateway_ref
 from kvroute.deploy.render.kubernetes import SECRET_FILE
@@ -40,7 +39,9 @@ from kvroute.deploy.spec.loading import Finding, SpecReading, read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.source import Path as Field
 from kvroute.deploy.spec.versions import stated_versions, with_versions
+from kvroute.deploy.tiny_engines import TINY_WORKERS, with_tiny_engines
 from kvroute.deploy.up import LogTail, Prepare, Screen, follow, last_lines, run_up
+from kvroute.deploy.up_state import StateFolder, UpState
 from kvroute.errors import ConfigError, InvalidConfig, KvrouteError
 from kvroute.routing.registry import STRATEGIES
 

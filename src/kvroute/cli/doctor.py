@@ -133,7 +133,7 @@ def _spec_settings(flags: dict[str, Any]) -> list[ConfigSetting]:
     # Imported here: another source does not need these modules.
     from kvroute.cli import deployments
     from kvroute.deploy.endpoint import GATEWAY_CONFIG
-    from kvroute.deploy.processes import StateFolder
+    from kvroute.deploy.up_state import StateFolder
 
     try:
         reading = deployments.reading_of(deployments.read_text(flags["spec"]))

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from kvroute.access.admin_key import key_path, user_state_folder
-from kvroute.deploy.engine_install import TINY_MODELS
-from kvroute.deploy.processes import LOGS, ChildSpec
+from kvroute.deploy.processes import ChildSpec
 from kvroute.deploy.render.reach import CONFIG, LMCACHE, WORKER_ARGS, findings_for
 from kvroute.deploy.spec.endpoint import Document
 from kvroute.deploy.spec.loading import Finding
 from kvroute.deploy.spec.source import FieldVerdict, dotted
+from kvroute.deploy.tiny_model import TINY_MODELS
+from kvroute.deploy.up_state import LOGS
 from kvroute.deploy.vllm_command import (
     KV_CACHE_SPACE,
     CpuPlacement,

@@ -21,13 +21,7 @@ from rich.console import Console
 
 from kvroute.clock import Clock
 from kvroute.deploy.endpoint import EndpointHost, LocalEndpoint, plan_local_endpoint
-from kvroute.deploy.engine_install import (
-    EngineVenv,
-    install_engine,
-    install_nixl,
-    separate_environment,
-    write_tiny_model,
-)
+from kvroute.deploy.engine_install import EngineVenv, install_engine, install_nixl, separate_environment
 from kvroute.deploy.plan import (
     AdminKeyLocation,
     Engine,
@@ -40,6 +34,7 @@ from kvroute.deploy.plan import (
 )
 from kvroute.deploy.render.config import config_text
 from kvroute.deploy.render.plan import EndpointPlan
+from kvroute.deploy.tiny_model import write_tiny_model
 from kvroute.errors import ConfigError
 
 if TYPE_CHECKING:  # an optional dependency

@@ -21,7 +21,7 @@ from kvroute.access.admin_key import key_lines
 from kvroute.clock import Clock
 from kvroute.deploy.keeper import Keeper, ProcessPhase, remove_orphan_segments, show_status
 from kvroute.deploy.plan import ProcessPlan
-from kvroute.deploy.processes import ProcessState, StateFolder, UpState
+from kvroute.deploy.up_state import ProcessState, StateFolder, UpState
 
 POLL_S = 0.2
 CHUNK_BYTES = 65_536

@@ -21,7 +21,7 @@ from kvroute.epp.messages import AnswerHead, attempts_of
 from kvroute.errors import NoRoutableWorker
 from kvroute.fleet.worker import Worker
 from kvroute.http.asgi import relay_body, stored_plan
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.openai.endpoints import Endpoint
 from kvroute.openai.headers import HeaderList
 from kvroute.relay.dataplane import DataPlane

@@ -26,7 +26,8 @@ from kvroute.events.probes import KnownPrompt, Prober, PromptMemory
 from kvroute.events.subscriber import Captured, KvEventSubscriber, SnapshotFile
 from kvroute.fleet.fleet import FleetChange
 from kvroute.fleet.worker import Worker, WorkerId
-from kvroute.index.prefix_index import MapTrust, PrefixIndex, TrustReason
+from kvroute.index.map_trust import MapTrust, TrustReason
+from kvroute.index.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import Sequence as EventSequence
-from kvroute.index.prefix_index import MapTrust, TrustReason, cause_and_fix, trust_for
+from kvroute.index.map_trust import MapTrust, TrustReason, cause_and_fix, trust_for
 from kvroute.wire.batch_split import Piece, split_batch
 from kvroute.wire.vllm import AllBlocksCleared, EventBatch, decode_batch, decode_newest
 from kvroute.wire.zmq import EventMessage

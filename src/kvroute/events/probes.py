@@ -27,7 +27,7 @@ from kvroute.events.ledger import Ledger
 from kvroute.events.options import ProbeOptions
 from kvroute.events.subscriber import KvEventSubscriber
 from kvroute.fleet.worker import Worker
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.openai.rewriting import is_key_space, transfer_params
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from kvroute.events.options import KvEventsOptions
 from kvroute.events.poller import TimeSlicer
 from kvroute.events.sequence import SequenceVerdict
 from kvroute.fleet.worker import Worker
-from kvroute.index.prefix_index import MapTrust, TrustReason, trust_for
+from kvroute.index.map_trust import MapTrust, TrustReason, trust_for
 from kvroute.index.snapshot import HEAD, Frame, StreamHead, decode, encode, encode_end, split
 from kvroute.wire.zmq import MAX_MESSAGE_BYTES, EventMessage, pack_replay_request, unpack_live, unpack_replay
 

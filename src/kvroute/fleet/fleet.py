@@ -13,7 +13,7 @@ from itertools import count
 
 from kvroute.clock import Clock
 from kvroute.errors import InvalidRequest, NoRoutableWorker, NotFound
-from kvroute.fleet.probe import ModelCatalog, catalog_of
+from kvroute.fleet.catalog import ModelCatalog, catalog_of
 from kvroute.fleet.worker import (
     Ejection,
     FleetView,

@@ -25,8 +25,8 @@ from kvroute.errors import (
 )
 from kvroute.http.asgi import disconnect_signal_of
 from kvroute.http.client_timers import TimedFlow, unacknowledged_bytes
+from kvroute.http.descriptors import DescriptorLimit
 from kvroute.http.options import ServerOptions
-from kvroute.http.overload import DescriptorLimit
 from kvroute.metrics import Metrics
 from kvroute.request.failures import error_body
 from kvroute.request.wait_queue import WaitQueue

@@ -1,93 +1,24 @@
-"""What protects the gateway from too many or too slow clients: limits on its descriptors and memory, beyond
-which it refuses new requests, and timeouts of connections that wait for bytes.
-
-At the start the process also sets how its C library keeps and maps memory.
-"""
+"""Watches the memory of the gateway: above a share of its limit, new requests are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvroute.clock import Clock
-from kvroute.errors import OUT_OF_DESCRIPTORS, GatewayOverloaded
+from kvroute.errors import GatewayOverloaded
 from kvroute.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 LOW_MEMORY = "low_memory"
 
-_RESERVE_SHARE = 10
-_LEAST_RESERVE = 16
-_LOG_PAUSE_S = 10.0
 _RESUME_SHARE = 0.95
 """Requests are served again below this share of the watermark, so that the state does not change often."""
-
-
-class DescriptorLimit:
-    """Refuses new clients while few descriptors are free, so that accepted requests can reach workers.
-
-    The kernel gives each connection the lowest free number, so a high number means that all lower ones are in
-    use: the check reads no table. `refused_from` is the first number that is refused, with an answer;
-    connections from `closed_from` on are closed at once. Mutable: the time of the last log line.
-    """
-
-    # Without the reserve libuv would accept and close connections without an answer, and accepted requests
-    # would fail because no connection to a worker can be opened.
-
-    def __init__(self, clock: Clock, metrics: Metrics, limit: int | None = None) -> None:
-        """`limit`: open files of this process; default: the soft limit of RLIMIT_NOFILE."""
-        if limit is None:
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit == resource.RLIM_INFINITY:
-            limit = 1 << 62
-        reserve = max(_LEAST_RESERVE, limit // _RESERVE_SHARE)
-        self.limit = limit
-        self.refused_from = max(0, limit - reserve)
-        self.closed_from = max(0, limit - reserve // 2)
-        self._clock = clock
-        self._counts = metrics.out_of_descriptors
-        for side in ("client", "worker"):
-            self._counts.labels(side)
-        self._next_line = float("-inf")
-
-    def refusal(self, transport: Any, loop: asyncio.AbstractEventLoop) -> GatewayOverloaded | None:
-        """The answer to a new client; None if it is accepted. About 1 us."""
-        sock = transport.get_extra_info("socket")
-        descriptor = -1 if sock is None else sock.fileno()
-        if descriptor < self.refused_from:
-            return None
-        self.client_refused()
-        if descriptor >= self.closed_from:
-            loop.call_soon(transport.close)  # too few are left to wait until the client has read its answer
-        return GatewayOverloaded(
-            "The gateway has too few free descriptors for a new connection.", OUT_OF_DESCRIPTORS
-        )
-
-    def client_refused(self) -> None:
-        """Count a client's connection that is refused."""
-        self._counts.labels("client").inc()
-        self._log(f"new clients are refused from descriptor {self.refused_from} on")
-
-    def worker_unreachable(self, problem: str) -> None:
-        """Count a connection to a worker that could not be opened."""
-        self._counts.labels("worker").inc()
-        self._log(problem)
-
-    def _log(self, problem: str) -> None:
-        now = self._clock.now()
-        if now >= self._next_line:
-            self._next_line = now + _LOG_PAUSE_S
-            log.error(
-                "out of descriptors: %s; running requests continue (limit of open files: %d, ulimit -n)",
-                problem,
-                self.limit,
-            )
 
 
 class MemoryUse(NamedTuple):

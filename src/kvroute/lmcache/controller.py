@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvroute.blocks.chunks import SHA256_CBOR, ChunkScheme, ChunkSpace, chunk_keys
 from kvroute.clock import Clock
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.controller_instance import (
     BatchAction,
     FullSync,
@@ -30,7 +30,7 @@ from kvroute.lmcache.controller_instance import (
 from kvroute.lmcache.controller_roster import Roster, SlotIdentity, TrackedInstance, find_peer
 from kvroute.lmcache.options import ControllerOptions
 from kvroute.wire import lmcache_controller as wire
-from kvroute.wire.lmcache_controller import none_hash
+from kvroute.wire.python_hash import none_hash
 
 
 @dataclass(slots=True)

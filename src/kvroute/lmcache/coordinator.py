@@ -23,7 +23,7 @@ from kvroute.blocks.keys import Tier
 from kvroute.clock import Clock
 from kvroute.errors import WireError
 from kvroute.index.chunk_index import ChunkIndex
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.lmcache.membership import (
     Attachments,
     ChangedObjects,

@@ -21,7 +21,7 @@ from kvroute.blocks.chunks import ChunkKey, ChunkScheme, ChunkSpace
 from kvroute.blocks.keys import Tier
 from kvroute.fleet.worker import Worker
 from kvroute.index.chunk_index import ChunkDomain, ChunkHolder, ChunkIndex
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.index.snapshot import ENTRY_BYTES, CopyableChunkIndex
 from kvroute.lmcache.options import LMCacheOptions
 from kvroute.lmcache.registration import normalized_host

@@ -6,7 +6,7 @@ import logging
 from typing import Protocol
 
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
-from kvroute.index.prefix_index import cause_and_fix
+from kvroute.index.map_trust import cause_and_fix
 from kvroute.metrics import Metrics
 from kvroute.request.plan import RequestPlan
 from kvroute.request.record import Usage

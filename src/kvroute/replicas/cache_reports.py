@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from kvroute.clock import Clock
 from kvroute.errors import WireError
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.index.snapshot import CopyableChunkIndex
 from kvroute.lmcache.controller import Controller
 from kvroute.lmcache.coordinator import BatchOutcome, Coordinator, ServerCopy

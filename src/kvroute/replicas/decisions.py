@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvroute.blocks.chunks import PromptChunks
+from kvroute.blocks.key_groups import KeyGroups
 from kvroute.blocks.keys import GROUP_BLOCKS, PromptKeys
-from kvroute.blocks.known_prompts import KeyGroups
 from kvroute.clock import Clock
 from kvroute.errors import NotFound
 from kvroute.fleet.fleet import Fleet

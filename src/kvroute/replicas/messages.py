@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvroute.routing.cost_parameters import PrefillSums
+from kvroute.routing.learned_costs import PrefillSums
 from kvroute.wire.lmcache_server import (
     CacheServerAlive,
     CacheServerEvents,

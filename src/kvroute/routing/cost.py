@@ -17,7 +17,8 @@ from kvroute.blocks.keys import BlockKey, PromptKeys
 from kvroute.fleet.load import WorkerLoad, measure_loads
 from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, Worker
 from kvroute.index.history import RouteHistory
-from kvroute.routing.cost_parameters import CostOptions, Costs, Fit, Learned, LearnedModel
+from kvroute.routing.cost_parameters import CostOptions, Costs
+from kvroute.routing.learned_costs import Fit, Learned, LearnedModel
 from kvroute.routing.strategy import PREFILL, SCORE, Candidate, CandidateMatch, RouteQuery, Row
 
 

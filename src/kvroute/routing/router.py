@@ -15,13 +15,14 @@ from kvroute.fleet.worker import ASSUMED_BLOCK_TOKENS, ASSUMED_CAPACITY_TOKENS, 
 from kvroute.index.history import HistorySize, PinnedBlocks, RouteHistory
 from kvroute.index.in_flight import Flight, InFlight
 from kvroute.index.registry import history_type
+from kvroute.routing.cache_value import CacheValue
 from kvroute.routing.cost import CostModel, matched_tokens
-from kvroute.routing.cost_parameters import Costs, Learned
+from kvroute.routing.cost_parameters import Costs
+from kvroute.routing.learned_costs import Learned
 from kvroute.routing.prefill_decode import HandoverDispatch, Pairs
 from kvroute.routing.recording import DecisionRecorder, HotPrefix, Redecider
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.reports import Answers, Discounts, Reports
-from kvroute.routing.scaling import CacheValue
 from kvroute.routing.sessions import SessionWorkers, hash_of_session
 from kvroute.routing.strategies.kvaware import KvAwareOptions
 from kvroute.routing.strategies.prefixaware import PrefixAwareOptions

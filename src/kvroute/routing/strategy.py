@@ -21,7 +21,7 @@ from kvroute.blocks.keys import (
 from kvroute.fleet.load import WorkerLoad
 from kvroute.fleet.worker import FleetView, Worker, WorkerId
 from kvroute.index.chunk_index import ChunkHolder
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.options import Options
 from kvroute.routing.cost_parameters import Costs
 

@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 from kvroute.clock import Clock, SystemClock
 from kvroute.sim import control
 from kvroute.sim.completions import chat_completions, completions
-from kvroute.sim.control import classify, embeddings, pooling, rerank, score
 from kvroute.sim.engine import SimEngine
 from kvroute.sim.http import SSE, ApiError, Call, ExchangeEnded, Receive, Scope, Send
+from kvroute.sim.metrics import metrics
 from kvroute.sim.options import SimOptions
 from kvroute.sim.other_apis import (
     cancel_response,
@@ -31,6 +31,7 @@ from kvroute.sim.other_apis import (
     create_response,
     retrieve_response,
 )
+from kvroute.sim.pooling import classify, embeddings, pooling, rerank, score
 from kvroute.sim.prompts import VOCABULARY, chat_tokens, decode, encode, messages_of, token_bytes
 from kvroute.sim.publisher import EventPublisher, Fault
 from kvroute.sim.rendering import render_chat, render_message, render_response, render_texts
@@ -198,7 +199,7 @@ ROUTES: Final[Mapping[tuple[str, str], Handler]] = {
     ("GET", "/ping"): control.health,
     ("POST", "/ping"): control.health,
     ("GET", "/version"): control.version,
-    ("GET", "/metrics"): control.metrics,
+    ("GET", "/metrics"): metrics,
     ("GET", "/kv_event_sources"): control.kv_event_sources,
     ("POST", "/reset_prefix_cache"): control.reset_prefix_cache,
     ("POST", "/sleep"): control.sleep,

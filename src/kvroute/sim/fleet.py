@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvroute.sim.cache import Chain, Link, PagedCache
+from kvroute.sim.cache import Chain, PagedCache
+from kvroute.sim.cache_tiers import Link
 from kvroute.sim.engine import EngineRequest, SimEngine
 from kvroute.sim.timing import TimingModel
 from kvroute.wire.vllm import KvEvent

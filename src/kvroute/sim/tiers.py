@@ -22,16 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvroute.sim.cache import (
-    Chain,
-    Link,
-    LruTier,
-    PagedCache,
-    SharedStore,
-    TierChange,
-    TierReports,
-    WorkerTiers,
-)
+from kvroute.sim.cache import Chain, PagedCache, TierReports
+from kvroute.sim.cache_tiers import Link, LruTier, SharedStore, TierChange, WorkerTiers
 from kvroute.sim.engine import EngineRequest, Progress, RequestPhase, SimEngine
 from kvroute.sim.fleet import FleetRequest, SimFleet
 from kvroute.sim.timing import TimingModel

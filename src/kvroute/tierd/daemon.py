@@ -27,8 +27,8 @@ from kvroute.clock import Clock
 from kvroute.dual_stack import EVERY_ADDRESS, dual_stack_socket
 from kvroute.errors import ConfigError
 from kvroute.tallies import Gauges, counter, gauge
-from kvroute.tierd.lower_levels import Peers
 from kvroute.tierd.options import TierdOptions
+from kvroute.tierd.peers import Peers
 from kvroute.tierd.pool import Counts, MemoryPool
 from kvroute.tierd.protocol import Connection, Connections, StallLimits
 from kvroute.tierd.segment import SharedSegment, open_segment

@@ -29,7 +29,7 @@ from kvroute.tierd.http import (
     parse_call,
     parse_head,
 )
-from kvroute.tierd.lower_levels import INCARNATION_HEADER
+from kvroute.tierd.peers import INCARNATION_HEADER
 from kvroute.tierd.pool import Entry, EntryLease, Extents
 from kvroute.tierd.store import IncomingObject, Refusal, Store, changes_body
 

@@ -17,8 +17,9 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from kvroute.clock import Clock
-from kvroute.tierd.lower_levels import DiskLevel, Peers
+from kvroute.tierd.disk import DiskLevel
 from kvroute.tierd.options import TierdOptions
+from kvroute.tierd.peers import Peers
 from kvroute.tierd.pool import Counts, Entry, EntryLease, Extents, MemoryPool, ObjectName, joined
 from kvroute.tierd.segment import GuardFile
 

@@ -20,8 +20,9 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
+from kvroute.tokens.content_format import content_format
 from kvroute.tokens.options import ContentFormat, Inexact, TokensReason
-from kvroute.tokens.template_analysis import content_format, head_of, message_loops, words_of
+from kvroute.tokens.template_analysis import head_of, message_loops, words_of
 
 ROLES: Final = ("user", "assistant", "tool")
 _CONTENT: Final = "content"

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvroute.deploy.endpoint import with_tiny_engines
 from kvroute.deploy.render.kubernetes import kubernetes_objects
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.render.registry import TARGETS
 from kvroute.deploy.spec.endpoint import JUMPSTART_MODELS, gpus_of_instance
 from kvroute.deploy.spec.source import dotted
+from kvroute.deploy.tiny_engines import with_tiny_engines
 
 SAMPLES = {
     file.stem: file.read_text()

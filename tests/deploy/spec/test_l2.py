@@ -6,7 +6,7 @@ import pytest
 
 from kvroute.deploy.l2.backend import L2Location, Scope, has_password, masked, parse_address
 from kvroute.deploy.l2.registry import BACKENDS, backend_named
-from kvroute.deploy.spec.worker import Extension
+from kvroute.deploy.spec.extension import Extension
 
 # What LMCache 0.5.6 takes for each adapter type, besides `type`, `shared` and `eviction`.
 ADAPTER_FIELDS = {

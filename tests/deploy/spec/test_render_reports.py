@@ -14,7 +14,6 @@ import yaml
 
 from kvroute.config.config import Config
 from kvroute.config.loading import load
-from kvroute.deploy.engine_install import TINY_MODELS
 from kvroute.deploy.render.compose import render_compose
 from kvroute.deploy.render.config import render_config
 from kvroute.deploy.render.kubernetes import kubernetes_objects
@@ -22,6 +21,7 @@ from kvroute.deploy.render.lmcache import render_lmcache
 from kvroute.deploy.render.plan import EndpointPlan
 from kvroute.deploy.render.site import ReportPorts
 from kvroute.deploy.render.worker_args import render_worker_args
+from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.events.options import configured_sources
 from kvroute.fleet.worker import WorkerId, WorkerSpec
 

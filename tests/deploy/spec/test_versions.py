@@ -11,6 +11,7 @@ import yaml
 from kvroute.deploy.engine_install import Recipe
 from kvroute.deploy.l2.registry import BACKENDS
 from kvroute.deploy.render.plan import plan_endpoint
+from kvroute.deploy.spec.extension import DEFAULT_IMAGE, Extension
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.deploy.spec.source import FieldVerdict, dotted
 from kvroute.deploy.spec.versions import (
@@ -21,7 +22,6 @@ from kvroute.deploy.spec.versions import (
     versions_of_image,
     with_versions,
 )
-from kvroute.deploy.spec.worker import DEFAULT_IMAGE, Extension
 from kvroute.wire.vllm import DIALECTS
 
 STRATEGIES = frozenset({"roundrobin", "session", "prefixaware", "kvaware"})

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from kvroute.deploy.l2.backend import Address, L2Location, L2Tier, ServiceSpec, parse_address
+from kvroute.deploy.spec.extension import Extension, FileStore, MooncakeStore
 from kvroute.deploy.spec.source import Path
-from kvroute.deploy.spec.worker import Extension, FileStore, MooncakeStore
 
 PORT = 6379
 SCHEMES = ("redis",)

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.source import Path
-from kvroute.deploy.spec.worker import Extension
 
 
 class Scope(Enum):

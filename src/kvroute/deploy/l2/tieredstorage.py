@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.deploy.l2.backend import L2Location, L2Tier, Scope, ServiceSpec
+from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.source import Path
-from kvroute.deploy.spec.worker import Extension
 
 PORT = 9200
 HYPERPOD_MEMORY = "ai_toolkit_cache"

@@ -13,6 +13,7 @@ import yaml
 
 from kvroute.deploy.l2.backend import ServiceSpec
 from kvroute.deploy.render.config import gateway_config
+from kvroute.deploy.render.gateway_caches import L2_PASSWORD_OPTION, l2_password, model_folder
 from kvroute.deploy.render.lmcache import (
     PASSWORD,
     PASSWORD_REFERENCE,
@@ -29,13 +30,7 @@ from kvroute.deploy.render.monitoring import (
     provisioning_files,
 )
 from kvroute.deploy.render.plan import Cache, EndpointPlan, gateway_stop_s, identifier, worker_grace_s
-from kvroute.deploy.render.reach import (
-    L2_PASSWORD_OPTION,
-    event_ports,
-    l2_password,
-    model_folder,
-    report_ports,
-)
+from kvroute.deploy.render.reach import event_ports, report_ports
 from kvroute.deploy.render.site import (
     LMCACHE_HTTP_PORT,
     TRANSFER_PORT,

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import yaml
 
+from kvroute.deploy.render.gateway_caches import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.manifest import WORKER, selector
 from kvroute.deploy.render.plan import DRAIN_S, GATEWAY_DELAY_S, EndpointPlan
-from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, cache_reports, l2_password
 from kvroute.deploy.render.site import DeploymentSite, WorkerSite, local_site
-from kvroute.deploy.spec.worker import SecretKey
+from kvroute.deploy.spec.extension import SecretKey
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 

@@ -27,6 +27,7 @@ from kvroute.deploy.render.envoy import (
     route_manifests,
     shares_own_redis,
 )
+from kvroute.deploy.render.gateway_caches import L2_PASSWORD_OPTION, l2_password
 from kvroute.deploy.render.manifest import (
     GATEWAY,
     LMCACHE,
@@ -54,7 +55,7 @@ from kvroute.deploy.render.manifest import (
 from kvroute.deploy.render.manifest_workers import worker_manifests, workload_name
 from kvroute.deploy.render.monitoring import ALL, alert_rules, dashboard_json
 from kvroute.deploy.render.plan import EndpointPlan, gateway_stop_s
-from kvroute.deploy.render.reach import L2_PASSWORD_OPTION, l2_password, report_ports
+from kvroute.deploy.render.reach import report_ports
 from kvroute.deploy.render.site import DeploymentSite, kubernetes_site
 from kvroute.deploy.spec.worker import AutoScaling, CloudWatchTrigger, PrometheusTrigger
 

@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 
 from kvroute.deploy.l2.backend import L2Tier, Scope, ServiceSpec
+from kvroute.deploy.render.gateway_caches import followed_tiers, queries_l2
 from kvroute.deploy.render.lmcache import PASSWORD, password_name, server_argv, server_environment
 from kvroute.deploy.render.plan import GPU, Cache, EndpointPlan
-from kvroute.deploy.render.reach import event_ports, followed_tiers, queries_l2, report_ports
+from kvroute.deploy.render.reach import event_ports, report_ports
 from kvroute.deploy.render.site import (
     CLASSIC_WORKER_PORT,
     LMCACHE_HTTP_PORT,

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvroute.deploy.engine_install import TINY_MODELS
 from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import backend_named
 from kvroute.deploy.spec.endpoint import (
@@ -29,13 +28,13 @@ from kvroute.deploy.spec.endpoint import (
     WorkerDocument,
     resolved,
 )
+from kvroute.deploy.spec.extension import Extension, SecretKey
 from kvroute.deploy.spec.rules import DEFAULT_PORT, accepts_password, region_of
 from kvroute.deploy.spec.versions import Versions, is_classic, versions_of
 from kvroute.deploy.spec.worker import (
     AutoScaling,
     EndpointWorker,
     EnvironmentVariable,
-    Extension,
     FsxStorage,
     HuggingFaceModel,
     IntelligentRouting,
@@ -47,10 +46,10 @@ from kvroute.deploy.spec.worker import (
     RequestLimits,
     Resources,
     S3Storage,
-    SecretKey,
     VolumeMount,
     WorkerSection,
 )
+from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.http.options import ServerOptions
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from kvroute.deploy.engine_install import TINY_MODELS
 from kvroute.deploy.spec.endpoint import (
     CommonSpec,
     InferenceEndpointConfig,
     InferenceEndpointSpec,
     WorkerDocument,
 )
+from kvroute.deploy.spec.extension import ClusterSettings, Extension
 from kvroute.deploy.spec.source import FieldVerdict, Path, dotted
 from kvroute.deploy.spec.versions import is_classic
-from kvroute.deploy.spec.worker import ClusterSettings, Extension
+from kvroute.deploy.tiny_model import TINY_MODELS
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 

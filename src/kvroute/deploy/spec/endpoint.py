@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
+from kvroute.deploy.spec.extension import Extension
 from kvroute.deploy.spec.source import Fields, Shape, ValueKind, applied, noted, section
 from kvroute.deploy.spec.worker import (
     ENVIRONMENT,
     AutoScaling,
     EndpointWorker,
     EnvironmentVariable,
-    Extension,
     IntelligentRouting,
     KvCache,
     ModelSource,

@@ -21,10 +21,10 @@ from kvroute.deploy.spec.endpoint import (
     jumpstart_model,
     resolved,
 )
+from kvroute.deploy.spec.extension import DEFAULT_IMAGE
 from kvroute.deploy.spec.source import FieldVerdict, Path
 from kvroute.deploy.spec.versions import adapter_problem, is_classic, server_with, uses_lmcache, version_rules
 from kvroute.deploy.spec.worker import (
-    DEFAULT_IMAGE,
     AutoScaling,
     EndpointWorker,
     IntelligentRouting,

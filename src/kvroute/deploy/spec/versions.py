@@ -17,8 +17,8 @@ from kvroute.blocks.chunks import BUILTIN, BUILTIN_NONE
 from kvroute.deploy.l2.backend import Backend
 from kvroute.deploy.l2.registry import backend_named, is_backend
 from kvroute.deploy.spec.endpoint import Document, WorkerDocument, resolved
+from kvroute.deploy.spec.extension import StatedVersions
 from kvroute.deploy.spec.source import FieldVerdict, Path
-from kvroute.deploy.spec.worker import StatedVersions
 from kvroute.routing.registry import needs_of
 from kvroute.routing.strategy import Needs
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Final, TypeAlias
 
 from kvroute.fleet.worker import FleetView, Worker
 from kvroute.index.history import RouteHistory
-from kvroute.index.prefix_index import MapTrust
+from kvroute.index.map_trust import MapTrust
 from kvroute.options import Options, option
 from kvroute.routing.audit import AuditOptions
 from kvroute.routing.cost import CostModel, TierLoad, discounted, matched_tokens

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kvroute.errors import ConfigError
-from kvroute.replicas.mesh import SharedPort
+from kvroute.replicas.shared_port import SharedPort
 
 
 def test_several_listen_on_one_port():

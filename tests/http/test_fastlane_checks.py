@@ -1,7 +1,7 @@
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvroute.http.protocol_checks import fast_lane_problem
+from kvroute.http.fastlane_checks import fast_lane_problem
 
 
 def test_the_installed_uvicorn_is_as_expected():

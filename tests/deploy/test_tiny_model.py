@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvroute.deploy.engine_install import (
+from kvroute.deploy.tiny_model import (
     END,
     END_TEXT,
     PAD,

@@ -9,7 +9,7 @@ from tests.support.full_disk import full_disk
 
 from kvroute.errors import ConfigError
 from kvroute.tierd.daemon import Counts
-from kvroute.tierd.lower_levels import DiskLevel
+from kvroute.tierd.disk import DiskLevel
 from kvroute.tierd.pool import ObjectName
 
 SIZE = 1000

@@ -7,8 +7,8 @@ from collections import OrderedDict
 import pytest
 
 from kvroute.blocks import known_prompts
+from kvroute.blocks.key_groups import KeyGroups
 from kvroute.blocks.keys import GROUP_BLOCKS, block_keys
-from kvroute.blocks.known_prompts import KeyGroups
 
 
 def keys_of(seed: int, blocks: int) -> list[int]:

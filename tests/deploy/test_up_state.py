@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.deploy.processes import ProcessState, StateFolder, supervisor
+from kvroute.deploy.up_state import ProcessState, StateFolder, supervisor
 from kvroute.errors import ConfigError
 
 PROCESS = ProcessState("redis", "ready", 12.5, 1, 4711, "redis://127.0.0.1:6379", "/logs/redis.log")

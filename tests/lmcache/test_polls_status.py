@@ -22,7 +22,7 @@ from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.listeners import CoordinatorApp
 from kvroute.lmcache.membership import Doubt, ServedWorker
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.server_requests import StatusPoller
+from kvroute.lmcache.polls import StatusPoller
 from kvroute.wire.lmcache_server import ServerRegistration
 
 MODEL = "/models/tiny"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvroute.routing.cost_parameters import LEAST_PREFILLS, PrefillFit, Speeds
+from kvroute.routing.learned_costs import LEAST_PREFILLS, PrefillFit, Speeds
 from kvroute.routing.registry import RoutingOptions
 from kvroute.routing.router import Router
 from kvroute.sim.fleet import ChatClients, ChatShape

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from jinja2 import Environment
 
-from kvroute.tokens.template_analysis import content_format
+from kvroute.tokens.content_format import content_format
 
 PARTS = {
     "a loop over a message's content": "{% for m in messages %}{% for p in m['content'] %}"

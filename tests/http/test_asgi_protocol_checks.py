@@ -4,7 +4,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute.http.asgi_protocol import TrimmedProtocol
-from kvroute.http.protocol_checks import trimmed_protocol_problem
+from kvroute.http.asgi_protocol_checks import trimmed_protocol_problem
 
 
 def test_this_uvicorn_is_as_expected():

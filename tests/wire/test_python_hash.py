@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvroute.wire.lmcache_controller import none_hash, seeded_string_hash
+from kvroute.wire.python_hash import none_hash, seeded_string_hash
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "42", "4294967295", "007"])
@@ -45,7 +45,7 @@ def test_the_rounds_of_python_3_10_give_another_hash() -> None:
 
 def test_siphash_2_4_is_that_of_its_authors() -> None:
     # Aumasson and Bernstein, "SipHash", appendix A: key 00..0f, message 00..0e.
-    from kvroute.wire.lmcache_controller import _siphash
+    from kvroute.wire.python_hash import _siphash
 
     key = bytes(range(16))
     k0, k1 = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")

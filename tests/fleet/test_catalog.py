@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvroute.errors import InvalidRequest, ModelNotFound, NoRoutableWorker
-from kvroute.fleet.probe import catalog_of
+from kvroute.fleet.catalog import catalog_of
 from kvroute.fleet.worker import HealthState, Worker, WorkerFacts, WorkerId, WorkerSpec
 
 BASE = {"id": "base", "object": "model", "created": 1, "owned_by": "vllm", "root": "/w", "parent": None}

@@ -10,12 +10,13 @@ import yaml
 from click.testing import CliRunner
 
 from kvroute.cli import main
-from kvroute.deploy.endpoint import TINY_WORKERS, EndpointHost, plan_local_endpoint, with_tiny_engines
+from kvroute.deploy.endpoint import EndpointHost, plan_local_endpoint
 from kvroute.deploy.plan import local_findings
 from kvroute.deploy.prepare import FreePorts
 from kvroute.deploy.render.plan import plan_endpoint
 from kvroute.deploy.spec.loading import read_spec
 from kvroute.deploy.spec.source import dotted
+from kvroute.deploy.tiny_engines import TINY_WORKERS, with_tiny_engines
 
 STRATEGIES = frozenset({"roundrobin", "session", "prefixaware", "kvaware"})
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from kvroute.clock import SystemClock
 from kvroute.index.chunk_index import ChunkIndex
 from kvroute.lmcache.coordinator import Coordinator
 from kvroute.lmcache.options import LMCacheOptions
-from kvroute.lmcache.server_requests import RatePoller
+from kvroute.lmcache.polls import RatePoller
 from kvroute.wire.lmcache_server import ServerRegistration
 
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from kvroute.admin.api import page_routes
 from kvroute.admin.live import LiveFigures
+from kvroute.admin.page import page_routes
 
 UI = sorted(path.name for path in Path(str(files("kvroute") / "ui")).iterdir())
 
