@@ -103,7 +103,7 @@ class Serving:
     async def has_room(self) -> None: ...
 
     def believed(self, worker: str) -> set[int]:
-        known = self.controller._roster.known.get(worker)
+        known = self.controller._roster.by_name.get(worker)
         ranks = known.instance.ranks.values() if known else ()
         return {key for rank in ranks for place in rank.locations.values() for key in place.keys}
 
@@ -155,7 +155,7 @@ async def start_worker(forged_venv: EngineVenv) -> AsyncIterator[StartWorker]:
             stack.push_async_callback(end)
             worker = Worker(process, set(), [])
             await worker.next_line("ready")
-            await until(lambda: name in to.controller._roster.known, within_s=DEADLINE_S)
+            await until(lambda: name in to.controller._roster.by_name, within_s=DEADLINE_S)
             return worker
 
         yield start
@@ -182,7 +182,7 @@ async def test_a_worker_registers_stores_evicts_and_leaves(start_worker: StartWo
         assert to.controller.trust(0) is to.controller.trust(1) is MapTrust.WHOLE
 
         await first.do("leave")
-        await until(lambda: "w0" not in to.controller._roster.known, within_s=DEADLINE_S)
+        await until(lambda: "w0" not in to.controller._roster.by_name, within_s=DEADLINE_S)
         assert to.matched(prompt, 0) == 0
         assert to.controller.counts.failed == to.controller.counts.unreadable == 0
 
