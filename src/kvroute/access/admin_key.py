@@ -17,10 +17,8 @@ from kvroute.errors import (
 MIN_KEY_CHARS: Final = 16
 """Shortest admin key. With `KeyGuesses` even the keys of 8 random letters could not be guessed in years; the
 rest is for keys that are not random."""
-
 OPTION: Final = "admin.api_key_file"
 """The option that error messages name: it helps if the key file cannot be kept."""
-
 _MAX_FILE_BYTES: Final = 64 * 1024
 
 

@@ -24,14 +24,11 @@ _ERROR = {
     },
     "required": ["error"],
 }
-
 _OWN_ERROR = {
     "description": "What is wrong with the request, in OpenAI's shape",
     "content": {"application/json": {"schema": _ERROR}},
 }
-
 _OPEN = ("/health", "/ping", "/ready", "/version", "/metrics")
-
 _METHODS = ("get", "put", "post", "delete")
 
 

@@ -23,12 +23,10 @@ _TYPES: Final = {
     "icon.svg": "image/svg+xml",
 }
 """The page's files in the package `kvroute.ui`; there are no others under `/ui`."""
-
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-
 _HEADERS: Final = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
@@ -36,7 +34,6 @@ _HEADERS: Final = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-
 _PATHS: Final = {
     "inference": ["/v1/chat/completions", "/v1/completions", "/v1/models"],
     "documentation": "/docs",

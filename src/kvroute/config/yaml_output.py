@@ -17,9 +17,7 @@ from kvroute.options import Options
 
 Note = Callable[[Path, FieldInfo, bool], Sequence[str]]
 """Returns the comment lines above an option; the flag is True for a section."""
-
 INDENT = "  "
-
 LINE_CHARS = 110
 """Maximum length of a line that has a list or mapping."""
 

@@ -28,10 +28,8 @@ TINY_L1_GB, TINY_L2_GB = 0.5, 1.0
 
 
 TINY_MODEL: Final = "tiny"
-
 TINY_WORKERS: Final = 4
 """The largest number of workers of `up --tiny` if `--workers` does not say another."""
-
 _TINY_ARGUMENTS: Final = frozenset(
     {
         *("--served-model-name", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--seed"),
@@ -41,7 +39,6 @@ _TINY_ARGUMENTS: Final = frozenset(
     }
 )
 """Arguments of vLLM that mean the same for every model and device. `up --tiny` leaves out all others."""
-
 _TINY_STORES: Final = ("redis", "valkey", "tieredstorage", "fs")
 """Second tiers that need no cloud. `up --tiny` replaces all others by `fs`."""
 

@@ -12,7 +12,6 @@ PAD_TEXT, TURN_TEXT, END_TEXT = "<|pad|>", "<|turn|>", "<|end|>"
 
 
 VOCABULARY = 8000
-
 MAX_POSITIONS = 32_768
 
 # Tools come first, as in the templates of real models, then the messages in order.

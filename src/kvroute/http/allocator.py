@@ -9,26 +9,17 @@ from pathlib import Path
 from typing import Final
 
 _TRIM_THRESHOLD: Final = -1
-
 _TOP_PAD: Final = -2
-
 _MMAP_THRESHOLD: Final = -3
 """Parameter numbers from glibc's malloc.h."""
-
 _KEPT_BYTES: Final = 64 << 20
-
 _MAPPED_FROM_BYTES: Final = 16 << 20
-
 _GROWS_BY_BYTES: Final = 64 << 20
 """Address space, not memory."""
-
 _MADV_HUGEPAGE: Final = 14
-
 _MADV_COLLAPSE: Final = 25
 """Constants from Linux's mman.h; the second one since Linux 6.1."""
-
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
-
 _MIN_USED: Final = 0.5
 """Minimum share of a huge page that must be in use before the move; the unused rest costs memory."""
 

@@ -14,9 +14,7 @@ from kvroute.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _RESERVE_SHARE = 10
-
 _LEAST_RESERVE = 16
-
 _LOG_PAUSE_S = 10.0
 
 

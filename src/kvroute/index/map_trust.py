@@ -46,11 +46,9 @@ _NONE = (
     TrustReason.SILENT,
     TrustReason.KINDS,
 )
-
 _SET_REPLAY: Final = (
     "set replay_endpoint in its --kv-events-config, and open that port. It ends when the cache is recycled"
 )
-
 _CAUSES_AND_FIXES: Final[Mapping[TrustReason, str]] = {
     TrustReason.AUDIT: "the engine finds other tokens than its events and the prompts show: a proxy, several "
     "engines behind one URL, or files of another model for exact tokens. Compare GET /admin/audit, "

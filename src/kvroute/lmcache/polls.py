@@ -27,7 +27,6 @@ from kvroute.wire.lmcache_server import (
 log = logging.getLogger(__name__)
 
 _CONCURRENT_POLLS = 16
-
 _MAX_PAUSE_FACTOR = 12
 """Longest pause, in multiples of `status_interval_s`, for a server whose count still differs from the map's:
 to count its objects costs the server CPU time."""
@@ -103,7 +102,6 @@ def _needs_status(instance: LMCacheServer) -> bool:
 
 
 _TIERS: Final = {"l1": Tier.L1, "l2": Tier.L2}
-
 ReportRate = Callable[[str, Tier, float, int], None]
 """Called with (instance id, tier, mean GB/s, number of loads); synchronous."""
 

@@ -7,7 +7,6 @@ import math
 from kvroute.upstream.options import RetryOptions
 
 _WINDOW_S = 10.0
-
 _STEP_S = 0.01
 """The budget decays in steps of at least this, a thousandth of its window, so that most requests pay for no
 exponential."""

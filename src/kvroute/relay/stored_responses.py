@@ -22,7 +22,6 @@ from kvroute.routing.strategy import (
 )
 
 _ANY_ID = re.compile(r"[A-Za-z0-9_.~-]*[A-Za-z0-9_~-][A-Za-z0-9_.~-]*").fullmatch
-
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
 
 

@@ -12,10 +12,8 @@ from kvroute.openai.bounded import UNREADABLE
 from kvroute.request.record import Usage
 
 _TAIL_BYTES = 4096
-
 _SMALL_BYTES = 2048
 """Up to this size, to decode an answer costs less than to search it."""
-
 _MAX_TOKENS = 10**9 - 1
 """More tokens than any answer has. A larger figure of a worker is none: sums of it would not be finite."""
 
@@ -23,17 +21,11 @@ _MAX_TOKENS = 10**9 - 1
 _first_prompt_tokens = re.compile(
     rb'"usage"\s*:\s*\{\s*"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)'
 ).match
-
 _prompt_tokens = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
-
 _cached_tokens = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?!\d)').search
-
 _completion_tokens = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})(?!\d)').search
-
 _cache_read_tokens = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,9})(?!\d)').search
-
 _cache_creation_tokens = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,9})(?!\d)').search
-
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 
 

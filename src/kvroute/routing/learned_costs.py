@@ -11,27 +11,18 @@ from typing import NamedTuple
 
 LEAST_PREFILLS = 50
 """A fit needs this number of prefills."""
-
 LEAST_SPAN = 8.0
 """A fit needs a largest prefill of this number of times the smallest."""
-
 LEAST_EXPLAINED = 0.5
 """A fit needs missed tokens to explain this share of the variance of first-token times."""
-
 MEMORY = 0.998
 """Each prefill multiplies the weight of all earlier ones by this factor, so about 500 prefills count."""
-
 REFIT_EVERY = 10
-
 LARGE_TOKENS = 2048
 """Only prefills of at least this size count for a worker's speed; in smaller ones other work dominates."""
-
 LEAST_LARGE = 8
-
 SPEED_MEMORY = 0.98
-
 SPEED_LIMITS = (0.25, 4.0)
-
 _SCALES = (1e3, 1e8, 1.0)
 
 
@@ -48,9 +39,7 @@ class Fit(NamedTuple):
 
 
 _Three = tuple[float, float, float]
-
 _Six = tuple[float, float, float, float, float, float]
-
 _Nine = tuple[float, float, float, float, float, float, float, float, float]
 
 

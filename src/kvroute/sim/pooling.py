@@ -15,7 +15,6 @@ from kvroute.sim.worker import SimWorker
 
 DIMENSIONS = 32
 """Length of a vector if the request does not set one."""
-
 _CLASSES = 2
 
 

@@ -6,7 +6,6 @@ from hashlib import sha256
 from typing import Final
 
 _MASK: Final = 2**64 - 1
-
 _UNSEEDED: Final = "vllm-none-hash"
 """The seed without PYTHONHASHSEED for a cryptographic algorithm (vLLM 0.32); earlier releases used a random
 one."""
