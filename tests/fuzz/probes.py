@@ -161,7 +161,7 @@ class Probes:
         for item in items:
             assert isinstance(item, dict)
             for read in (read_pod, read_endpoint_slice):
-                found = by_name(read(item, self._objects).found)
+                found = by_name(read(item, self._objects).workers)
                 Fleet().apply("kubernetes", [each.spec(draining=False) for each in found.values()])
             read_pool(item)
         return "read"

@@ -113,7 +113,7 @@ async def test_waiting_for_a_connection_has_a_deadline(serve: Any, connect: Any,
     with pytest.raises(PoolExhausted) as exhausted:
         await transport.send(b"GET", b"/now", [], connect_timeout_s=0.03)
 
-    assert not exhausted.value.sent
+    assert not exhausted.value.was_sent
     held.abort()
     response = await transport.send(b"GET", b"/now", [])
     assert await response.next_chunk() == b"hi"
@@ -212,7 +212,7 @@ async def test_a_connection_lost_as_soon_as_it_opened_is_connect_refused(
     with pytest.raises(ConnectRefused) as refused:
         await pool.acquire(connect_timeout_s=0)
 
-    assert not refused.value.sent
+    assert not refused.value.was_sent
     await server.until(lambda: server.accepted == 1)
     await server.until_all_closed()
     assert pool.open_connections == 0

@@ -228,7 +228,7 @@ async def test_an_answer_cut_short_is_connection_lost(
     with pytest.raises(ConnectionLost) as lost:
         await response.next_chunk()
 
-    assert lost.value.sent
+    assert lost.value.was_sent
     assert not lost.value.reused
     with pytest.raises(ConnectionLost):
         await response.next_chunk()
@@ -268,7 +268,7 @@ async def test_a_connection_closed_before_any_answer_is_connection_lost(
     with pytest.raises(ConnectionLost) as lost:
         await connect(server.url).send(b"POST", b"/", [], b"x")
 
-    assert (lost.value.sent, lost.value.reused) == (True, False)
+    assert (lost.value.was_sent, lost.value.reused) == (True, False)
 
 
 async def test_a_kept_connection_that_was_closed_before_the_next_request_arrived_is_marked_as_reused(
@@ -289,7 +289,7 @@ async def test_a_kept_connection_that_was_closed_before_the_next_request_arrived
         with pytest.raises(ConnectionLost) as lost:
             await transport.send(b"GET", b"/", [])
 
-    assert (lost.value.sent, lost.value.reused) == (True, True)
+    assert (lost.value.was_sent, lost.value.reused) == (True, True)
 
 
 async def test_a_kept_connection_that_ends_after_the_request_has_arrived_is_a_lost_worker(
@@ -310,7 +310,7 @@ async def test_a_kept_connection_that_ends_after_the_request_has_arrived_is_a_lo
     with pytest.raises(ConnectionLost) as lost:
         await transport.send(b"GET", b"/", [])
 
-    assert (lost.value.sent, lost.value.reused) == (True, False)
+    assert (lost.value.was_sent, lost.value.reused) == (True, False)
 
 
 async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(
@@ -349,7 +349,7 @@ async def test_a_closed_port_is_connect_refused(connect: Any) -> None:
     with pytest.raises(ConnectRefused) as refused:
         await transport.send(b"GET", b"/", [])
 
-    assert not refused.value.sent
+    assert not refused.value.was_sent
     assert isinstance(refused.value.__cause__, ConnectionRefusedError)
 
 
@@ -359,7 +359,7 @@ async def test_an_impossible_host_name_is_connect_refused(connect: Any) -> None:
         await connect(f"http://{'a' * 64}.invalid:1").send(b"GET", b"/", [])
 
     assert isinstance(refused.value.__cause__, UnicodeError)
-    assert not refused.value.sent
+    assert not refused.value.was_sent
 
 
 async def test_a_handshake_that_does_not_end_is_connect_timeout(serve: Any, connect: Any) -> None:
@@ -372,7 +372,7 @@ async def test_a_handshake_that_does_not_end_is_connect_timeout(serve: Any, conn
     with pytest.raises(ConnectTimeout) as timeout:
         await transport.send(b"GET", b"/", [])
 
-    assert not timeout.value.sent
+    assert not timeout.value.was_sent
     await server.until_all_closed()
 
 
@@ -562,7 +562,7 @@ async def test_https_workers_are_verified(
 
     assert await verified.next_chunk() == await unverified.next_chunk() == b"hi"
     assert isinstance(refused.value.__cause__, ssl.SSLCertVerificationError)
-    assert not refused.value.sent
+    assert not refused.value.was_sent
 
 
 async def test_a_stream_over_tls_can_be_aborted(
@@ -615,7 +615,7 @@ async def test_a_retired_transport_lets_running_answers_finish(
     assert await response.next_chunk() == b""
     with pytest.raises(ConnectRefused) as refused:
         await transport.send(b"GET", b"/", [])
-    assert not refused.value.sent
+    assert not refused.value.was_sent
     await server.until_all_closed()
 
 
