@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvroute.blocks import known_prompts
+from kvroute.blocks import key_groups
 from kvroute.blocks.key_groups import KeyGroups
 from kvroute.blocks.keys import GROUP_BLOCKS, block_keys
 
@@ -17,7 +17,7 @@ def keys_of(seed: int, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["lazy keys", "a list"])
 def test_processes_restore_each_others_keys_although_all_forget_groups(as_list, monkeypatch):
-    monkeypatch.setattr(known_prompts, "MAX_GROUPS", 20)
+    monkeypatch.setattr(key_groups, "MAX_GROUPS", 20)
     rng, both = random.Random(3), (KeyGroups(), KeyGroups())
     texts, asked = [rng.randbytes(50) for _ in range(5)], 0
 
@@ -47,8 +47,8 @@ def test_each_forgotten_group_costs_one_step_however_long_the_prompts_are(monkey
             Counted.steps += 1
             return super().popitem(last)
 
-    monkeypatch.setattr(known_prompts, "OrderedDict", Counted)
-    monkeypatch.setattr(known_prompts, "MAX_GROUPS", 100)
+    monkeypatch.setattr(key_groups, "OrderedDict", Counted)
+    monkeypatch.setattr(key_groups, "MAX_GROUPS", 100)
     groups = KeyGroups()
     for seed in range(20):
         groups.encode(keys_of(seed, 10 * GROUP_BLOCKS))
@@ -57,7 +57,7 @@ def test_each_forgotten_group_costs_one_step_however_long_the_prompts_are(monkey
 
 
 def test_a_prompt_is_forgotten_from_its_end_and_never_below_a_used_one(monkeypatch):
-    monkeypatch.setattr(known_prompts, "MAX_GROUPS", 4)
+    monkeypatch.setattr(key_groups, "MAX_GROUPS", 4)
     groups, old, other = KeyGroups(), keys_of(1, 3 * GROUP_BLOCKS), keys_of(2, 2 * GROUP_BLOCKS)
     groups.encode(old)
     groups.encode(other)
