@@ -100,6 +100,8 @@ async def test_variables_flags_and_check_know_the_parts_options(environment: Pat
     good = check("--set", "routing.strategy=longest_match", KVROUTE__PARTS__CLIENT_STREAMS__MOST="3")
     assert good.returncode == 0, good.stdout + good.stderr
     assert "most: 3" in good.stdout
+    assert "# parts.client_streams comes from kvroute-example 1.0.0." in good.stdout
+    assert "# routing.longest_match comes from kvroute-example 1.0.0." in good.stdout
     wrong = check("--set", "parts.client_streams.most=-1")
     assert wrong.returncode != 0
     assert "parts.client_streams.most: should be greater than or equal to 0" in wrong.stdout + wrong.stderr

@@ -8,12 +8,13 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
+from kvroute import plugins
 from kvroute.config import paths as config_loading
+from kvroute.config.config import Config
 from kvroute.config.loading import Loaded, masked
-from kvroute.config.paths import (
-    Path,
-)
+from kvroute.config.paths import Path
 from kvroute.options import Options
+from kvroute.routing.registry import STRATEGIES
 
 Note = Callable[[Path, FieldInfo, bool], Sequence[str]]
 """Returns the comment lines above an option; the flag is True for a section."""
@@ -25,6 +26,7 @@ LINE_CHARS = 110
 def resolved_yaml(loaded: Loaded) -> str:
     """The effective configuration as YAML; a comment names the origin of each value that is not a default."""
     lines = ["# Resolved configuration. Secrets are masked; a comment names the origin of a value."]
+    lines += _plugin_lines(loaded.config)
     lines += yaml_lines(
         type(loaded.config),
         masked(loaded.config),
@@ -33,6 +35,18 @@ def resolved_yaml(loaded: Loaded) -> str:
         ),
     )
     return "\n".join(lines) + "\n"
+
+
+def _plugin_lines(config: Config) -> Iterator[str]:
+    """Which distributions the parts, strategies and sources of workers come from that are not built in."""
+    named = (
+        *((plugins.PARTS, f"parts.{name}", name) for name in type(config.parts).model_fields),
+        *((plugins.STRATEGIES, f"routing.{name}", name) for name in config.routing.types),
+        *((plugins.DISCOVERY, f"fleet.{name}", name) for name in config.fleet.sources),
+    )
+    for group, path, name in named:
+        if name not in STRATEGIES and (point := plugins.find(group, name)) is not None:
+            yield f"# {path} comes from {plugins.distribution_of(point)}."
 
 
 def yaml_lines(
