@@ -105,3 +105,58 @@ def test_the_gateway_loads_without_the_optional_packages(module):
     done = subprocess.run([sys.executable, "-c", hide, module, *EXTRAS], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
+
+HUBS = (
+    "app/runtime.py",
+    "app/collectors.py",
+    "app/reloading.py",
+    "relay/dataplane.py",
+    "metrics.py",
+    "config/",
+)
+"""What every capability passes: these files know parts by their protocol and their list only."""
+
+
+def imported(source):
+    """The modules that a source imports, with the names that it takes from packages."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def parts_of(source):
+    """The modules of single parts that a source imports."""
+    known = ("kvroute.parts", "kvroute.parts.part", "kvroute.parts.registry")
+    return {
+        name
+        for name in imported(source)
+        if name.startswith("kvroute.parts")
+        and not any(name == each or name.startswith(f"{each}.") for each in known[1:])
+    } - {known[0]}
+
+
+def test_no_hub_imports_a_part():
+    sources = ROOT / "src" / "kvroute"
+    files = [
+        path
+        for hub in HUBS
+        for path in ([sources / hub] if hub.endswith(".py") else (sources / hub).glob("*.py"))
+    ]
+    assert len(files) > len(HUBS)
+    assert {path.name: parts_of(path.read_text()) for path in files if parts_of(path.read_text())} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kvroute.parts import tracing",
+        "from kvroute.parts.tracing import Spans",
+        "import kvroute.parts.tracing",
+    ],
+)
+def test_a_part_that_is_put_back_into_a_hub_is_found(line):
+    assert parts_of(f"{line}\nfrom kvroute.parts.part import Stage\n")
