@@ -46,6 +46,24 @@ async def test_a_scrape_contains_the_request_that_has_just_ended() -> None:
     journal.flush()
 
 
+async def test_a_part_that_fails_costs_no_request_and_no_other_part(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, heard = Metrics(), list[tuple[str, bytes]]()
+    journal = await journal_of(metrics)
+
+    def fails(record: Record) -> None:
+        raise RuntimeError("a defect of a part")
+
+    journal.observers = (fails, lambda record: heard.append(("finished", record.request_id)))
+    record = Record(b"1", "/p", 9.0, status=200)
+    record.on_end = [fails, lambda record: heard.append(("released", record.request_id))]
+    journal.finished(record, 9.5)
+    journal.flush()
+
+    assert heard == [("released", b"1"), ("finished", b"1")]
+    assert figures(metrics, "kvroute_requests_total") == 1
+    assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
+
+
 async def test_a_request_without_an_answer_has_no_first_byte_and_predicts_nothing() -> None:
     metrics = Metrics()
     journal = await journal_of(metrics)

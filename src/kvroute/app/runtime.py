@@ -30,6 +30,7 @@ from kvroute.admission.request_queue import Permits, RequestQueue
 from kvroute.app.collectors import complete_families, count_tasks, fleet_gauges, index_gauges, load_gauges
 from kvroute.app.reloading import ConfigReload, InForce, Services, apply_changes
 from kvroute.app.scaling import Scaling, cache_value_of
+from kvroute.background_tasks import BackgroundTasks
 from kvroute.blocks.keys import Tier
 from kvroute.caches.metrics import tier_gauges
 from kvroute.clock import Clock, SystemClock
@@ -231,6 +232,7 @@ class Runtime:
                 self.metrics.registry.register(Gauges(part.families))
         complete_families(self.metrics.registry)
         self._tasks: list[asyncio.Task[None]] = []
+        self._part_tasks = BackgroundTasks(clock)
         self._stack = AsyncExitStack()
         if in_force is not None and in_force.config is not config:
             self._apply_config(in_force.config)
@@ -244,12 +246,10 @@ class Runtime:
             asyncio.create_task(self._discoverer.run(), name="discovery"),
             asyncio.create_task(self.health.run(), name="health"),
             *self._scaling.tasks(),
-            *(
-                asyncio.create_task(built.part.run(), name=f"part {built.name}")
-                for built in self.parts
-                if isinstance(built.part, Background)
-            ),
         ]
+        for built in self.parts:
+            if isinstance(built.part, Background):
+                self._part_tasks.start(f"part {built.name}", built.part.run)
         server = self._config.server
         if server.memory_watermark:
             watch = MemoryWatch(
@@ -275,6 +275,7 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.live.end()
+        await self._part_tasks.aclose()
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -575,6 +576,7 @@ class Runtime:
             *self._discoverer.notes(),
             *(self.cache_tracker.notes() if self.cache_tracker else ()),
             *(self._replica.notes() if self._replica else ()),
+            *self._part_tasks.notes(),
             *(note for built in self.parts if isinstance(built.part, Notes) for note in built.part.notes()),
         ]
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -77,8 +77,7 @@ class Journal:
             )
             use.end(now, prompt, completion, attempts=record.attempts, status=record.status)
         if record.on_end is not None:
-            for callback in record.on_end:
-                callback(record)
+            _tell(record.on_end, [record])
         waiting = self._waiting
         waiting.append(record)
         if self._timer is None:
@@ -126,15 +125,12 @@ class Journal:
         entries, written = list[Entry](), list[tuple[float, str | dict[str, Any]]]()
         series_of, touched = self._metrics.series, list[Series]()
         failed, last = 0, None
-        on_traced, observers = self._on_traced, self.observers
+        on_traced = self._on_traced
         for record in waiting:
             # One record that cannot be counted must not cost the others, nor be in the way again.
             try:
                 if on_traced is not None and record.trace is not None:
                     on_traced(record, wall_offset)
-                if observers:
-                    for observe in observers:
-                        observe(record)
                 started, first_byte, decision = record.started, record.first_byte, record.decision
                 duration, wall = record.ended - started, record.ended + wall_offset
                 if decision is None:
@@ -189,6 +185,8 @@ class Journal:
                         failed, last = failed + 1, error
         if failed:
             log.error("recording %d requests failed; they are not counted", failed, exc_info=last)
+        if self.observers:
+            _tell(self.observers, waiting)
         self._ring.extend(entries)
         self._kept += len(entries)
         if lines is not None:
@@ -205,6 +203,16 @@ class Journal:
             self._metrics.prefilled(worker, seconds, max(0, computed))
         if handover.has_moved:
             self._metrics.handed_over(worker, record.worker, handover.moved_tokens, handover.transfer_s)
+
+
+def _tell(observers: Iterable[Callable[[Record], object]], records: Iterable[Record]) -> None:
+    """Call each observer with each record. One that fails costs neither the others nor the request."""
+    for observe in observers:
+        try:
+            for record in records:
+                observe(record)
+        except Exception:  # the code of another distribution may fail in any way
+            log.exception("a part failed when it was told of finished requests")
 
 
 def _line(record: Record, duration: float, text: str) -> str:
